@@ -1,0 +1,138 @@
+"""Causal multi-head latent attention core for machines without a fused attention kernel.
+
+torch's math attention builds the whole T x T matrix, half of which the causal mask throws away, and its flash path on CPU
+needs equal query and value widths, which MLA has not. This core walks over blocks of queries, takes only the keys a block
+may see, applies RoPE while it lays the heads out (so there is no concatenation pass), and gives the three gradients in
+one backward. The formulas are those of the V3 paper, eqs 1-11, and RoPE turns adjacent pairs (2i, 2i + 1).
+
+Legend: B rows, T tokens, H heads, N (nope) unrotated and P rotated query/key width, V value width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+BLOCK = 64  # queries at a time: small enough to skip most of the masked half at T = 256
+KEEP_PROBABILITIES = 1024  # up to this T the softmax output is kept for the backward, beyond it is computed again
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
+    """Turns the pairs (x[2i], x[2i + 1]) by the angle i: x, out [..., P]; cos, sin [..., P / 2], broadcastable."""
+    even, odd = x[..., 0::2], x[..., 1::2]
+    torch.mul(even, cos, out=out[..., 0::2]).addcmul_(odd, sin, value=-1.0)
+    torch.mul(odd, cos, out=out[..., 1::2]).addcmul_(even, sin)
+    return out
+
+
+def _probabilities(q: Tensor, k: Tensor, start: int, visible: Tensor | None) -> Tensor:
+    """Softmax of one block of scores: q [BH, b, D], k [BH, end, D] -> [BH, b, end], at least fp32."""
+    scores = torch.bmm(q, k.transpose(1, 2))
+    stat = torch.promote_types(scores.dtype, torch.float32)
+    b = q.shape[1]
+    if visible is not None:
+        heads = scores.shape[0] // visible.shape[0]
+        scores.view(visible.shape[0], heads, *scores.shape[1:]).masked_fill_(~visible.unsqueeze(1), -torch.inf)
+    later = torch.ones(b, b, dtype=torch.bool, device=q.device).triu_(1)
+    scores[:, :, start:].masked_fill_(later, -torch.inf)
+    return torch.softmax(scores, dim=-1, dtype=stat)
+
+
+class _MLAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, kv: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, scale: float, document: Tensor | None
+    ) -> Tensor:
+        B, T, H, QK = q.shape
+        P = k_pe.shape[-1]
+        N, V = QK - P, kv.shape[-1] - (QK - P)
+        Q, K = q.new_empty(B, H, T, QK), q.new_empty(B, H, T, QK)
+        cos_q, sin_q = cos.unsqueeze(1), sin.unsqueeze(1)  # [B or 1, 1, T, P / 2]
+        qt = q.transpose(1, 2)
+        torch.mul(qt[..., :N], scale, out=Q[..., :N])
+        rotate_pairs(qt[..., N:], cos_q * scale, sin_q * scale, Q[..., N:])
+        kvt = kv.transpose(1, 2)
+        K[..., :N].copy_(kvt[..., :N])
+        K[..., N:].copy_(rotate_pairs(k_pe, cos, sin, torch.empty_like(k_pe)).unsqueeze(1))
+        Vs = kvt[..., N:].reshape(B * H, T, V)
+        Q, K = Q.view(B * H, T, QK), K.view(B * H, T, QK)
+        out = q.new_empty(B * H, T, V)
+        keep = T <= KEEP_PROBABILITIES and any(ctx.needs_input_grad)
+        kept = []
+        for start in range(0, T, BLOCK):
+            end = min(start + BLOCK, T)
+            p = _probabilities(Q[:, start:end], K[:, :end], start, _visible(document, start, end)).to(q.dtype)
+            torch.bmm(p, Vs[:, :end], out=out[:, start:end])
+            if keep:
+                kept.append(p)
+        ctx.save_for_backward(Q, K, Vs, cos, sin, document, *kept)
+        ctx.scale, ctx.shape, ctx.P = scale, (B, T, H, QK), P
+        return out.view(B, H, T, V).transpose(1, 2).reshape(B, T, H * V)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        Q, K, Vs, cos, sin, document, *kept = ctx.saved_tensors
+        B, T, H, QK = ctx.shape
+        P, V = ctx.P, Vs.shape[-1]
+        N = QK - P
+        dout = dy.view(B, T, H, V).transpose(1, 2).reshape(B * H, T, V)
+        dQ, dK, dV = torch.empty_like(Q), torch.zeros_like(K), torch.zeros_like(Vs)
+        for i, start in enumerate(range(0, T, BLOCK)):
+            end = min(start + BLOCK, T)
+            q, k, do = Q[:, start:end], K[:, :end], dout[:, start:end]
+            p = kept[i] if kept else _probabilities(q, k, start, _visible(document, start, end)).to(Q.dtype)
+            dV[:, :end].baddbmm_(p.transpose(1, 2), do)
+            dp = torch.bmm(do, Vs[:, :end].transpose(1, 2))
+            ds = torch._softmax_backward_data(dp, p, -1, p.dtype)
+            torch.bmm(ds, k, out=dQ[:, start:end])
+            dK[:, :end].baddbmm_(ds.transpose(1, 2), q)
+        dQ, dK = dQ.view(B, H, T, QK), dK.view(B, H, T, QK)
+        dq = dy.new_empty(B, T, H, QK)
+        dqt = dq.transpose(1, 2)
+        torch.mul(dQ[..., :N], ctx.scale, out=dqt[..., :N])
+        cos_q, sin_q = cos.unsqueeze(1) * ctx.scale, sin.unsqueeze(1) * -ctx.scale  # the inverse turn
+        rotate_pairs(dQ[..., N:], cos_q, sin_q, dqt[..., N:])
+        dkv = dy.new_empty(B, T, H, N + V)
+        dkvt = dkv.transpose(1, 2)
+        dkvt[..., :N].copy_(dK[..., :N])
+        dkvt[..., N:].copy_(dV.view(B, H, T, V))
+        dk = dK[..., N:].sum(1)
+        return dq, dkv, rotate_pairs(dk, cos, -sin, torch.empty_like(dk)), None, None, None, None
+
+
+def _visible(document: Tensor | None, start: int, end: int) -> Tensor | None:
+    """[B, b, end]: which keys belong to the query's own document."""
+    if document is None:
+        return None
+    return document[:, start:end, None] == document[:, None, :end]
+
+
+def mla_attention(
+    q: Tensor,
+    kv: Tensor,
+    k_pe: Tensor,
+    *,
+    cos: Tensor,
+    sin: Tensor,
+    scale: float,
+    document_ids: Tensor | None = None,
+) -> Tensor:
+    """Causal attention with RoPE on the last P components of every query and on the one shared rotated key.
+
+    Args:
+        q: [B, T, H, N + P], not rotated yet.
+        kv: [B, T, H, N + V]: unrotated key, then value.
+        k_pe: [B, T, P], one head, not rotated yet.
+        cos, sin: [B or 1, T, P / 2].
+        scale: softmax scale.
+        document_ids: [B, T] integers; a token sees only keys of its own document. None = one document a row.
+
+    Returns:
+        [B, T, H * V].
+    """
+    y: Tensor = _MLAttention.apply(q, kv, k_pe, cos, sin, scale, document_ids)
+    return y

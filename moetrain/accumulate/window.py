@@ -1,0 +1,164 @@
+"""A window: the K micro-batches of one optimizer step on one data rank, whole before the first forward.
+
+What a step is defined on has to be known before anything of it is computed: how many tokens have a loss, how many are
+routed, where documents end. So the micro-batches are gathered here first, and every later part asks the window.
+
+Legend: B rows, T tokens, K slots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+_KNOWN = ("input_ids", "labels", "attention_mask", "position_ids", "document_ids")
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward sees, with its slot, which travels with it so that any order of execution works.
+
+    Attributes:
+        slot: number in the window, 0..K-1.
+        input_ids, labels: int64 [B, T], the same positions (Hugging Face convention: shifted inside, -100 = no loss).
+        attention_mask: [B, T], 0 where a token is padding; None = no padding.
+        position_ids: [B, T] or None.
+        document_ids: [B, T] or None: packed documents; a loss never asks for a token of another document.
+        extra: further tensors for the model, passed through as they are.
+    """
+
+    slot: int
+    input_ids: Tensor
+    labels: Tensor
+    attention_mask: Tensor | None = None
+    position_ids: Tensor | None = None
+    document_ids: Tensor | None = None
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def targets(self, ahead: int = 1) -> Tensor:
+        """[B, T]: the label ``ahead`` places on, -100 past the row's end and across a document's end."""
+        B, T = self.labels.shape
+        out = self.labels.new_full((B, T), IGNORED)
+        if ahead < T:
+            out[:, : T - ahead] = self.labels[:, ahead:]
+            if self.document_ids is not None:
+                other = self.document_ids[:, ahead:] != self.document_ids[:, : T - ahead]
+                out[:, : T - ahead].masked_fill_(other, IGNORED)
+        return out
+
+    def routed(self, depth: int = 0) -> Tensor | None:
+        """[B, T] bool: tokens that count in expert statistics; None = all.
+
+        In the main model (depth 0) these are the tokens that are not padding. MTP module ``depth`` works on positions whose
+        input ``depth`` places on is a real token of the same document; the rest is padding to it.
+        """
+        B, T = self.input_ids.shape
+        mask = None if self.attention_mask is None else self.attention_mask != 0
+        if depth == 0:
+            return mask
+        keep = torch.zeros(B, T, dtype=torch.bool, device=self.input_ids.device)
+        if depth < T:
+            keep[:, : T - depth] = True
+            if mask is not None:
+                keep[:, : T - depth] &= mask[:, depth:] & mask[:, : T - depth]
+            if self.document_ids is not None:
+                keep[:, : T - depth] &= self.document_ids[:, depth:] == self.document_ids[:, : T - depth]
+        return keep
+
+    def attention_documents(self) -> Tensor | None:
+        """[B, T] document numbers for the attention mask, with padding as a document of its own; None = not needed.
+
+        Padding after a row's last token needs no mask: causal attention never looks there.
+        """
+        if self.attention_mask is None or self._padding_is_last:
+            return self.document_ids
+        base = torch.zeros_like(self.input_ids) if self.document_ids is None else self.document_ids
+        return base.masked_fill(self.attention_mask == 0, -1)
+
+    _padding_is_last: bool = True
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """The same on another device, without waiting for the copy."""
+
+        def move(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.to(device, non_blocking=True)
+
+        moved = {name: move(getattr(self, name)) for name in _KNOWN}
+        extra = {k: v.to(device, non_blocking=True) for k, v in self.extra.items()}
+        return dataclasses.replace(self, extra=extra, **moved)  # type: ignore[arg-type]
+
+
+class Window(Sequence[MicroBatch]):
+    """The micro-batches of one optimizer step on one rank, in slot order.
+
+    Args:
+        micro_batches: mappings with ``input_ids`` and ``labels`` [B, T] and optionally ``attention_mask``,
+            ``position_ids``, ``document_ids``; other tensors are passed through. Shapes may differ between them. A last,
+            shorter window is a window.
+
+    Raises:
+        ValueError: no micro-batch, a key missing, or shapes that do not fit.
+    """
+
+    def __init__(self, micro_batches: Iterable[Mapping[str, Tensor] | MicroBatch]) -> None:
+        self._items = [_micro_batch(slot, item) for slot, item in enumerate(micro_batches)]
+        if not self._items:
+            raise ValueError("a window needs at least one micro-batch")
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, slot):  # type: ignore[no-untyped-def]
+        return self._items[slot]
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return iter(self._items)
+
+    def to(self, device: torch.device | str) -> Window:
+        return Window(item.to(device) for item in self._items)
+
+
+def windows(loader: Iterable[Mapping[str, Tensor]], micro_batches: int) -> Iterator[Window]:
+    """Windows of ``micro_batches`` micro-batches from any loader; the last may be shorter and is not lost."""
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches must be at least 1, not {micro_batches}")
+    held: list[Mapping[str, Tensor]] = []
+    for item in loader:
+        held.append(item)
+        if len(held) == micro_batches:
+            yield Window(held)
+            held = []
+    if held:
+        yield Window(held)
+
+
+def _micro_batch(slot: int, item: Mapping[str, Tensor] | MicroBatch) -> MicroBatch:
+    if isinstance(item, MicroBatch):
+        return dataclasses.replace(item, slot=slot)
+    for key in ("input_ids", "labels"):
+        if key not in item:
+            raise ValueError(f"micro-batch {slot} has no {key!r}: a window is built from input_ids and labels")
+    shape = item["input_ids"].shape
+    if len(shape) != 2:
+        raise ValueError(f"micro-batch {slot}: input_ids must be [batch, tokens], not {list(shape)}")
+    known = {key: item[key] for key in _KNOWN if item.get(key) is not None}
+    for key, value in known.items():
+        if value.shape != shape:
+            raise ValueError(
+                f"micro-batch {slot}: {key} is {list(value.shape)}, but input_ids is {list(shape)} (labels are not "
+                "shifted: same positions as the inputs)"
+            )
+    mask = known.get("attention_mask")
+    last = mask is None or bool((mask[:, 1:] <= mask[:, :-1]).all()) if _on_host(mask) else False
+    extra = {key: value for key, value in item.items() if key not in _KNOWN}
+    return MicroBatch(slot=slot, extra=extra, _padding_is_last=last, **known)
+
+
+def _on_host(x: Tensor | None) -> bool:
+    """Whether looking at values costs no device synchronisation."""
+    return x is None or x.device.type == "cpu"

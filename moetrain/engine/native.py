@@ -1,0 +1,52 @@
+"""The engine made of torch alone: FSDP2 where there are several ranks, a plain module where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from moetrain.accumulate.owners import GradientOwner, owner_of
+from moetrain.config.run import RunConfig
+from moetrain.model import DeepSeek
+from moetrain.optim import build_adamw
+from moetrain.parallel.plan import DTYPES, spread
+from moetrain.parallel.ranks import Ranks
+
+
+class NativeEngine:
+    """See ``moetrain.engine.protocol.Engine``.
+
+    Args:
+        config: the run.
+        ranks: this process among the run's.
+        load: gives a filled model of the wanted dtype; default: fresh weights from the run's seed.
+    """
+
+    def __init__(
+        self, config: RunConfig, ranks: Ranks, *, load: Callable[[torch.dtype], DeepSeek] | None = None
+    ) -> None:
+        stored, _ = DTYPES[config.precision]
+        if load is None:
+            with torch.device("meta"):
+                model = DeepSeek(config.model).to(stored)
+            model.init_weights(config.seed, device="cpu")
+        else:
+            model = load(stored)
+        self.model: DeepSeek = model.to(ranks.device)
+        self.model.train()
+        applied = spread(self.model, config.parallel, config.precision, ranks)
+        self.optimizer, how = build_adamw(
+            self.model,
+            lr=config.optimizer.lr,
+            betas=config.optimizer.betas,
+            eps=config.optimizer.eps,
+            weight_decay=config.optimizer.weight_decay,
+        )
+        self.owner: GradientOwner = owner_of(
+            self.model,
+            self.optimizer,
+            ranks.groups,
+            every_micro_batch=config.parallel.reduce == "micro_batch",
+        )
+        self.applied: Sequence[str] = [*applied, how]

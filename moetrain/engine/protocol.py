@@ -1,0 +1,31 @@
+"""What the training loop asks of an engine, and nothing more.
+
+How gradients are run, reduced, clipped and stepped is the owner's business (``moetrain.accumulate.owners``); an engine
+brings the model and the optimizer into being and says which owner goes with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from moetrain.accumulate.owners import GradientOwner
+
+
+class Engine(Protocol):
+    """A model and its optimizer, spread over the run's ranks.
+
+    Attributes:
+        model: called for losses and evaluation; its state is what a checkpoint holds.
+        optimizer: its state likewise.
+        owner: runs backwards, reduces, clips and steps.
+        applied: what was done to the model, a line each.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    owner: GradientOwner
+    applied: Sequence[str]

@@ -1,0 +1,130 @@
+"""Which implementation of attention and of the experts' products a model runs on, chosen once for its device.
+
+A layer never asks what it runs on: it calls the verb it was given. ``Backend.for_device`` is the one place that decides,
+and ``describe`` is what a run prints at its start.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from moetrain_kernels.grouped_ffn import grouped_swiglu
+from moetrain_kernels.mla_attention import mla_attention
+from torch import Tensor
+
+from moetrain.model.rope import Rotation
+
+
+class Routed(NamedTuple):
+    """What the experts of this device have to do. R rows, N = entries (row, expert) sorted by expert, E local experts.
+
+    ``position_N[offset_R[r] : offset_R[r + 1]]`` are the places of row r's entries in the sorted order.
+    """
+
+    x_RD: Tensor
+    weight_N: Tensor
+    row_N: Tensor
+    position_N: Tensor
+    offset_R: Tensor
+    counts_E: Tensor
+
+
+class Attention(Protocol):
+    """q [B, T, H, N + P], kv [B, T, H, N + V], k_pe [B, T, P] -> [B, T, H * V]; rotation is applied inside."""
+
+    def __call__(
+        self, q: Tensor, kv: Tensor, k_pe: Tensor, rotation: Rotation, scale: float, document_ids: Tensor | None
+    ) -> Tensor: ...
+
+
+class Experts(Protocol):
+    """SwiGLU of every entry, weighted and summed over the entries of each row: [R, D]."""
+
+    def __call__(self, routed: Routed, gate_up: Tensor, down: Tensor, *, in_place_grad: bool) -> Tensor: ...
+
+
+def blocked_attention(
+    q: Tensor, kv: Tensor, k_pe: Tensor, rotation: Rotation, scale: float, document_ids: Tensor | None
+) -> Tensor:
+    """The project's own core: blocks of queries, no fused kernel needed, every dtype."""
+    return mla_attention(
+        q, kv, k_pe, cos=rotation.cos, sin=rotation.sin, scale=scale, document_ids=document_ids
+    )
+
+
+def sdpa_attention(
+    q: Tensor, kv: Tensor, k_pe: Tensor, rotation: Rotation, scale: float, document_ids: Tensor | None
+) -> Tensor:
+    """torch's scaled_dot_product_attention, which picks a fused CUDA kernel where one takes these head sizes."""
+    P = k_pe.shape[-1]
+    N = q.shape[-1] - P
+    cos, sin = rotation.cos.to(q.dtype), rotation.sin.to(q.dtype)
+    k_rot = _rotated(k_pe, cos, sin).unsqueeze(2).expand(-1, -1, q.shape[2], -1)
+    q = torch.cat([q[..., :N], _rotated(q[..., N:], cos.unsqueeze(2), sin.unsqueeze(2))], dim=-1)
+    k = torch.cat([kv[..., :N], k_rot], dim=-1)
+    mask = None
+    if document_ids is not None:
+        same = document_ids[:, :, None] == document_ids[:, None, :]
+        mask = same.tril().unsqueeze(1)
+    y = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        kv[..., N:].transpose(1, 2),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+    )
+    return y.transpose(1, 2).flatten(2)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
+
+
+def looped_experts(routed: Routed, gate_up: Tensor, down: Tensor, *, in_place_grad: bool) -> Tensor:
+    """One product per expert (CPU, and every dtype that grouped products lack). Reads the counts on the host."""
+    return grouped_swiglu(
+        routed.x_RD,
+        gate_up,
+        down,
+        routed.weight_N,
+        row_N=routed.row_N,
+        position_N=routed.position_N,
+        offset_R=routed.offset_R,
+        counts=routed.counts_E.tolist(),
+        in_place_grad=in_place_grad,
+    )
+
+
+def grouped_mm_experts(routed: Routed, gate_up: Tensor, down: Tensor, *, in_place_grad: bool) -> Tensor:
+    """torch's grouped products: no host synchronisation (CUDA, bf16). Weight gradients go through autograd."""
+    ends = routed.counts_E.cumsum(0, dtype=torch.int32)
+    x_ND = routed.x_RD.index_select(0, routed.row_N)
+    gate, up = F.grouped_mm(x_ND, gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+    h = (F.silu(gate) * up * routed.weight_N.unsqueeze(1)).to(x_ND.dtype)
+    y_ND = F.grouped_mm(h, down.transpose(1, 2), offs=ends)
+    return F.embedding_bag(routed.position_N, y_ND, routed.offset_R, mode="sum")
+
+
+class Backend(NamedTuple):
+    """The two choices, and the names a run prints."""
+
+    attention: Attention
+    experts: Experts
+    describe: str
+
+    @classmethod
+    def for_device(cls, device: torch.device, dtype: torch.dtype) -> Backend:
+        """CUDA takes torch's fused attention, and grouped products in bf16; everything else the project's own."""
+        if device.type == "cuda" and dtype == torch.bfloat16:
+            return cls(sdpa_attention, grouped_mm_experts, "attention: torch sdpa, experts: torch grouped_mm")
+        if device.type == "cuda":
+            return cls(sdpa_attention, looped_experts, "attention: torch sdpa, experts: a product each")
+        return cls(blocked_attention, looped_experts, "attention: blocked, experts: a product each")
+
+
+REFERENCE = Backend(blocked_attention, looped_experts, "attention: blocked, experts: a product each")
+

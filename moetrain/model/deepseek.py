@@ -1,0 +1,119 @@
+"""DeepSeek-V2-Lite, V2 and V3 as one class for one device; how it is spread is applied from outside (``parallel/``).
+
+Legend: B rows, T tokens, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from moetrain_kernels.products import linear_cross_entropy
+from torch import Tensor, nn
+
+from moetrain.config.model import ModelConfig
+from moetrain.model.backends import Backend
+from moetrain.model.block import Block
+from moetrain.model.gate import NoAuxTcGate
+from moetrain.model.layers import Embedding, Linear, RMSNorm
+from moetrain.model.mla import MLA
+from moetrain.model.moe import RoutedExperts
+from moetrain.model.mtp import MTPModule, shifted
+from moetrain.model.rope import rotation
+
+
+class DeepSeek(nn.Module):
+    """The whole model. Weights are uninitialised until ``init_weights`` or a loader fills them.
+
+    ``config`` has DeepSeek's keys. May be built under ``torch.device("meta")``.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        self.mtp = nn.ModuleList(MTPModule(config, k + 1) for k in range(config.num_nextn_predict_layers))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        targets: Tensor | None = None,
+    ) -> Tensor:
+        """Logits, or with ``targets`` the summed losses, for which logits never exist whole.
+
+        Args:
+            input_ids: [B, T] int64.
+            position_ids: [B, T] int64; default 0..T-1 in every row.
+            document_ids: [B, T] integers; attention stays within a document. None = one document a row.
+            targets: [1 + num_nextn_predict_layers, B, T] int64: what the head (row 0) and MTP module k (row k) have to
+                predict at each position, -100 = nothing.
+
+        Returns:
+            [B, T, V] in the model's dtype, or with targets the cross-entropy sums, [1 + num_nextn_predict_layers], at
+            least fp32: main, then MTP depth 1, 2, ...
+        """
+        B, T = input_ids.shape
+        if position_ids is None:
+            position_ids = torch.arange(T, device=input_ids.device).unsqueeze(0)
+        turn = rotation(self.config, position_ids, self.norm.weight.dtype)
+        x = self.embed_tokens(input_ids)
+        for layer in self.layers:
+            x = layer(x, turn, document_ids)
+        hidden = self.norm(x)
+        if targets is None:
+            logits: Tensor = self.lm_head(hidden)
+            return logits
+        sums = [self._cross_entropy(hidden, targets[0])]
+        for k, module in enumerate(self.mtp, start=1):
+            hidden = module(hidden, self.embed_tokens(shifted(input_ids, k)), turn, document_ids)
+            sums.append(self._cross_entropy(hidden, targets[k]))
+        return torch.stack(sums)
+
+    def _cross_entropy(self, hidden_BTD: Tensor, target_BT: Tensor) -> Tensor:
+        head = self.lm_head
+        return linear_cross_entropy(
+            hidden_BTD.flatten(0, 1), head.weight, target_BT.flatten(), in_place_grad=head.in_place_grad
+        )
+
+    @torch.no_grad()
+    def init_weights(self, seed: int, device: torch.device | str | None = None) -> None:
+        """Matrices normal with ``initializer_range`` (training used 0.006, V2 and V3 papers), norms 1, biases 0.
+
+        Each parameter has its own generator from (seed, name), so the values depend neither on the order nor on which
+        other parameters exist. A model on the meta device is materialised on ``device`` first.
+        """
+        if any(p.is_meta for p in self.parameters()):
+            self.to_empty(device=device or "cpu")
+        for name, p in self.named_parameters():
+            if p.ndim == 1:
+                p.fill_(1.0)
+                continue
+            generator = torch.Generator().manual_seed(seed * 0x9E3779B1 % 2**31 + zlib.crc32(name.encode()))
+            values = torch.randn(p.shape, generator=generator, dtype=torch.float32)
+            p.copy_(values.mul_(self.config.initializer_range))
+        for module in self.modules():
+            if isinstance(module, NoAuxTcGate):
+                module.e_score_correction_bias.zero_()
+
+    def use_backend(self, backend: Backend) -> None:
+        """Runs attention and experts on the given implementation (see ``Backend.for_device``)."""
+        for module in self.modules():
+            if isinstance(module, MLA):
+                module.attention = backend.attention
+            elif isinstance(module, RoutedExperts):
+                module.product = backend.experts
+
+    def set_in_place_gradients(self, on: bool) -> None:
+        """Whether weight gradients are added inside the backward products; only for who owns the gradients.
+
+        Gradient hooks of parameters do not fire then (DistributedDataParallel needs them; FSDP2 does not).
+        """
+        for module in self.modules():
+            if hasattr(module, "in_place_grad"):
+                module.in_place_grad = on

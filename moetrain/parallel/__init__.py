@@ -1,0 +1,1 @@
+"""How a model is spread over devices, applied from outside the model."""

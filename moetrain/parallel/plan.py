@@ -1,0 +1,72 @@
+"""THE order in which a model is spread. Read top to bottom; nothing is wrapped anywhere else.
+
+1. the backend for the device (attention, experts' products)
+2. recompute, inside what is sharded, so that weights are gathered before a block runs again
+3. sharding: every block on its own, embedding and head on their own, the rest at the root
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from moetrain.config.run import ParallelConfig
+from moetrain.model import Backend, DeepSeek
+from moetrain.model.gate import Gate
+from moetrain.parallel.ranks import Ranks
+from moetrain.parallel.recompute import recompute_in_backward
+
+#: precision -> (dtype of the parameters that the optimizer steps, dtype of the computation)
+DTYPES = {
+    "fp32": (torch.float32, torch.float32),
+    "float64": (torch.float64, torch.float64),
+    "bf16": (torch.float32, torch.bfloat16),
+}
+
+
+def needs_group(precision: str) -> bool:
+    """bf16 keeps fp32 master weights in FSDP2, which wants a process group even of one."""
+    return precision == "bf16"
+
+
+def spread(model: DeepSeek, config: ParallelConfig, precision: str, ranks: Ranks) -> list[str]:
+    """Applies the plan in place; returns what was applied, a line each, for rank 0 to print."""
+    stored, computed = DTYPES[precision]
+    applied = [f"precision {precision}: parameters {_name(stored)}, computation {_name(computed)}, router fp32 or more"]
+
+    backend = Backend.for_device(ranks.device, computed)
+    model.use_backend(backend)
+    applied.append(backend.describe)
+
+    blocks = [*model.layers, *(module.block for module in model.mtp)]
+    if config.recompute == "full":
+        for block in blocks:
+            recompute_in_backward(block)
+        applied.append(f"recompute: {len(blocks)} blocks")
+
+    if ranks.mesh is not None:
+        policy = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=stored) if stored != computed else None
+        shard = {"mesh": ranks.mesh, "reshard_after_forward": config.reshard_after_forward}
+        if policy is not None:
+            # routers stay in fp32: their own group, without a cast
+            for gate in (m for m in model.modules() if isinstance(m, Gate)):
+                fully_shard(gate, **shard)
+            shard["mp_policy"] = policy
+        for block in blocks:
+            fully_shard(block, **shard)
+        fully_shard(model, **{**shard, "reshard_after_forward": False})
+        applied.append(
+            f"FSDP2 over {ranks.world} ranks: {len(blocks)} blocks and the root, "
+            f"reshard after forward {'on' if config.reshard_after_forward else 'off'}, "
+            f"gradients summed each {config.reduce.replace('_', '-')}"
+        )
+
+    # the product may add into .grad where gradients are kept in the dtype it computes in
+    in_place = stored == computed
+    model.set_in_place_gradients(in_place)
+    applied.append(f"weight gradients added by the backward product: {'yes' if in_place else 'no'}")
+    return applied
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
