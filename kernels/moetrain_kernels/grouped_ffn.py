@@ -1,10 +1,10 @@
 """The experts' SwiGLU over a buffer sorted by expert, as one autograd function.
 
-Why one function: an indexed loop (``w[e]``) builds a full zero gradient per expert in its backward, a batched product pads
-every expert to the largest, and ``grouped_mm`` is a slow path on CPU. Here each expert is one matrix product over its own
-contiguous rows, in both directions, with zero-row experts skipped (their gradient is an exact zero), and only the gate
-and up products ``[N, 2m]`` are kept for the backward. The weight of the router enters before the down product, where
-rows are narrow.
+Why one function: an indexed loop (``w[e]``) builds a full zero gradient per expert in its backward, a batched product
+pads every expert to the largest, and ``grouped_mm`` is a slow path on CPU. Here each expert is one matrix product over
+its own contiguous rows, in both directions, with zero-row experts skipped (their gradient is an exact zero), and only
+the gate and up products ``[N, 2m]`` are kept for the backward. The weight of the router enters before the down
+product, where rows are narrow.
 
 Legend: R input rows, D width, N = entries (row, expert), m expert width, E experts.
 """
@@ -78,7 +78,7 @@ class _GroupedSwiGLU(torch.autograd.Function):
         return _sum_rows(y_ND, position_N, offset_R)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dy_RD: Tensor) -> tuple[Tensor | None, ...]:
         x_RD, gu, weight_N, row_N, position_N, offset_R = ctx.saved_tensors
         gate_up, down, counts, in_place = ctx.gate_up, ctx.down, ctx.counts, ctx.in_place
@@ -149,9 +149,7 @@ def grouped_swiglu(
     Returns:
         [R, D], the dtype of x_RD.
     """
-    y: Tensor = _GroupedSwiGLU.apply(
-        x_RD, gate_up, down, weight_N, row_N, position_N, offset_R, counts, in_place_grad
-    )
+    y: Tensor = _GroupedSwiGLU.apply(x_RD, gate_up, down, weight_N, row_N, position_N, offset_R, counts, in_place_grad)
     return y
 
 
@@ -166,7 +164,7 @@ class _SwiGLU(torch.autograd.Function):
         return torch.mm(h, down.t())
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gu = ctx.saved_tensors
         gate_up, down = ctx.gate_up, ctx.down

@@ -1,9 +1,10 @@
 """Causal multi-head latent attention core for machines without a fused attention kernel.
 
-torch's math attention builds the whole T x T matrix, half of which the causal mask throws away, and its flash path on CPU
-needs equal query and value widths, which MLA has not. This core walks over blocks of queries, takes only the keys a block
-may see, applies RoPE while it lays the heads out (so there is no concatenation pass), and gives the three gradients in
-one backward. The formulas are those of the V3 paper, eqs 1-11, and RoPE turns adjacent pairs (2i, 2i + 1).
+torch's math attention builds the whole T x T matrix, half of which the causal mask throws away, and its flash path on
+CPU needs equal query and value widths, which MLA has not. This core walks over blocks of queries, takes only the keys
+a block may see, applies RoPE while it lays the heads out (so there is no concatenation pass), and gives the three
+gradients in one backward. The formulas are those of the V3 paper, eqs 1-11, and RoPE turns adjacent pairs (2i, 2i +
+1).
 
 Legend: B rows, T tokens, H heads, N (nope) unrotated and P rotated query/key width, V value width.
 """
@@ -73,7 +74,7 @@ class _MLAttention(torch.autograd.Function):
         return out.view(B, H, T, V).transpose(1, 2).reshape(B, T, H * V)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         Q, K, Vs, cos, sin, document, *kept = ctx.saved_tensors
         B, T, H, QK = ctx.shape

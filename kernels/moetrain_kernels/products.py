@@ -1,10 +1,10 @@
 """Products with weights whose gradient is added where it is kept.
 
-Autograd computes each weight gradient into a fresh buffer and then adds that buffer to ``weight.grad``: for a window of K
-micro-batches this writes and reads every gradient K times more than needed. The products here can instead hand the
-accumulation to the matrix product itself (``addmm_`` into ``weight.grad``), which needs no zero-fill, no temporary and no
-adding pass. That is only right where nothing listens on the weight's own gradient hooks (DistributedDataParallel does),
-so it is off unless the engine that owns the gradients asks for it.
+Autograd computes each weight gradient into a fresh buffer and then adds that buffer to ``weight.grad``: for a window
+of K micro-batches this writes and reads every gradient K times more than needed. The products here can instead hand
+the accumulation to the matrix product itself (``addmm_`` into ``weight.grad``), which needs no zero-fill, no temporary
+and no adding pass. That is only right where nothing listens on the weight's own gradient hooks
+(DistributedDataParallel does), so it is off unless the engine that owns the gradients asks for it.
 
 Legend: N rows, I inputs, O outputs, V vocabulary, D width.
 """
@@ -37,7 +37,7 @@ class _Linear(torch.autograd.Function):
         return torch.mm(x.reshape(-1, x.shape[-1]), weight.t()).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (x,) = ctx.saved_tensors
         weight = ctx.weight
@@ -60,7 +60,8 @@ def linear(x: Tensor, weight: Tensor, *, in_place_grad: bool = False) -> Tensor:
     Args:
         x: [..., I].
         weight: [O, I], the dtype of x.
-        in_place_grad: add the weight's gradient into ``weight.grad`` inside the backward product (weight must be a leaf).
+        in_place_grad: add the weight's gradient into ``weight.grad`` inside the backward product (weight must be a
+        leaf).
 
     Returns:
         [..., O], the dtype of x.
@@ -78,7 +79,7 @@ class _Embedding(torch.autograd.Function):
         return torch.nn.functional.embedding(ids, weight)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None]:
         (ids,) = ctx.saved_tensors
         weight = ctx.weight
@@ -103,26 +104,35 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, h_ND: Tensor, weight: Tensor, target_N: Tensor, in_place: bool, chunk: int) -> Tensor:
         needs_h, needs_w = ctx.needs_input_grad[:2]
         stat = torch.promote_types(h_ND.dtype, torch.float32)
+        rows, vocabulary = h_ND.shape[0], weight.shape[0]
         total = torch.zeros((), dtype=stat, device=h_ND.device)
         dh = torch.empty_like(h_ND) if needs_h else None
         dw = None
         valid_N = target_N != -100
-        safe_N = target_N.where(valid_N, 0)
-        for start in range(0, h_ND.shape[0], chunk):
-            rows = slice(start, start + chunk)
-            h, valid, safe = h_ND[rows], valid_N[rows], safe_N[rows].unsqueeze(1)
-            logp = torch.log_softmax(torch.mm(h, weight.t()), dim=-1, dtype=stat)
-            picked = logp.gather(1, safe).squeeze(1)
-            total = total - picked.where(valid, 0).sum()
+        safe_N1 = target_N.where(valid_N, 0).unsqueeze(1)
+        # two buffers for all chunks: fresh ones of this size would be mapped and cleared by the system each time
+        logits_buffer = h_ND.new_empty(min(chunk, rows), vocabulary)
+        p_buffer = torch.empty_like(logits_buffer, dtype=stat)
+        for start in range(0, rows, chunk):
+            end = min(start + chunk, rows)
+            h, valid, safe = h_ND[start:end], valid_N[start:end], safe_N1[start:end]
+            logits = torch.mm(h, weight.t(), out=logits_buffer[: end - start])
+            p = torch.softmax(logits, dim=-1, dtype=stat, out=p_buffer[: end - start])
+            # the largest probability is exp(largest logit - logsumexp), and never small: no pass of its own for
+            # logsumexp
+            logsumexp = logits.amax(dim=-1).to(stat) - p.amax(dim=-1).log()
+            loss = logsumexp - logits.gather(1, safe).squeeze(1).to(stat)
+            total = total + loss.where(valid, 0).sum()
             if not (needs_h or needs_w):
                 continue
-            # softmax minus one-hot is the gradient of the summed loss; ignored rows have none
-            p = logp.exp_()
+            # softmax minus one-hot is the gradient of the summed loss; ignored rows have none, which is cheaper to say
+            # on the narrow side
             p.scatter_add_(1, safe, p.new_full((), -1.0).expand(safe.shape))
-            p = p.mul_(valid.unsqueeze(1)).to(h.dtype)
+            p = p.to(h.dtype)
             if dh is not None:
-                torch.mm(p, weight, out=dh[rows])
+                torch.mm(p, weight, out=dh[start:end]).mul_(valid.unsqueeze(1))
             if needs_w:
+                h = h * valid.unsqueeze(1)
                 if dw is None:
                     dw = torch.mm(p.t(), h)
                 else:
@@ -133,7 +143,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         dh, dw = ctx.saved_tensors
         if dh is not None:
@@ -155,8 +165,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Summed cross-entropy of ``h_ND @ weight.T`` against ``target_N``; the [N, V] logits never exist whole.
 
-    The gradients are computed chunk by chunk in the forward, so a backward costs no product. Between the two it holds one
-    gradient-sized buffer for the weight instead of [N, V] logits and their gradient.
+    The gradients are computed chunk by chunk in the forward, so a backward costs no product. Between the two it holds
+    one gradient-sized buffer for the weight instead of [N, V] logits and their gradient.
 
     Args:
         h_ND: hidden states.

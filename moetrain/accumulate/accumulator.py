@@ -1,7 +1,7 @@
 """One optimizer step from one window, the same step whatever the layout.
 
-Read ``MoEAccumulator.step`` top to bottom: count, run the micro-batches, reduce once, one verdict, step, bias, report. It
-knows neither configs nor logs, and nothing in it waits for the device until the verdict at the window's end.
+Read ``MoEAccumulator.step`` top to bottom: count, run the micro-batches, reduce once, one verdict, step, bias, report.
+It knows neither configs nor logs, and nothing in it waits for the device until the verdict at the window's end.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class MoEAccumulator:
         skip_if: given the gradient norm, a reason to discard the window, or None.
         owner: who holds the gradients; default: chosen by the model's wrapper.
 
-    A window whose loss or gradient norm is not finite is discarded on every rank: weights, optimizer state, scheduler, bias
-    and statistics stay as they were.
+    A window whose loss or gradient norm is not finite is discarded on every rank: weights, optimizer state, scheduler,
+    bias and statistics stay as they were.
     """
 
     def __init__(
@@ -71,12 +71,8 @@ class MoEAccumulator:
         self.bias_rate = self.balance.bias_rate  # may follow a schedule between steps
         self.max_norm, self.scheduler, self.skip_if = max_norm, scheduler, skip_if
         self.groups = _groups(groups)
-        self.ledger = RoutingLedger(
-            find_routers(model) if routers is None else routers, self.balance, self.groups
-        )
-        self.owner = owner or owner_of(
-            model, optimizer, self.groups, every_micro_batch=reduce == "micro_batch"
-        )
+        self.ledger = RoutingLedger(find_routers(model) if routers is None else routers, self.balance, self.groups)
+        self.owner = owner or owner_of(model, optimizer, self.groups, every_micro_batch=reduce == "micro_batch")
         if self.balance.active and not self.ledger.routers:
             raise ValueError("a balance loss needs routers, and the model has none that this library knows")
 

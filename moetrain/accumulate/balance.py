@@ -1,9 +1,9 @@
 """Balance losses: what they are, and which counts their ``f`` is read from.
 
 The gradient of a balance loss with respect to a token's router probability p_i is a number per expert, the same for all
-tokens that share a scope: ``alpha f_i / N``, where f holds counts (no gradient) and N is the global number of routed tokens
-(V2 paper eqs 23-31, V3 paper eqs 17-20, global-batch balance: arXiv 2501.11873). This module computes those numbers; the
-ledger keeps the counts and puts the numbers into the router's backward.
+tokens that share a scope: ``alpha f_i / N``, where f holds counts (no gradient) and N is the global number of routed
+tokens (V2 paper eqs 23-31, V3 paper eqs 17-20, global-batch balance: arXiv 2501.11873). This module computes those
+numbers; the ledger keeps the counts and puts the numbers into the router's backward.
 
 Legend: T tokens, E experts, G expert groups (a "device" of the V2 losses), S statistics, K experts per token.
 """
@@ -24,9 +24,9 @@ class Balance:
     """How experts are kept balanced.
 
     Args:
-        scope: whose counts f are read from: each ``sequence``'s own (V2, V3; exact by definition), this ``micro_batch``'s,
-            the window so far over all ranks (``running``), the last accepted step's (``previous``), or the whole global
-            batch's (``window``; exact).
+        scope: whose counts f are read from: each ``sequence``'s own (V2, V3; exact by definition), this
+            ``micro_batch``'s, the window so far over all ranks (``running``), the last accepted step's (``previous``),
+            or the whole global batch's (``window``; exact).
         alpha: weight of the expert-level loss (V2: 0.003, V3: 1e-4).
         alpha_device: weight of the device-level loss over expert groups (V2: 0.05).
         alpha_communication: weight of the communication loss over expert groups (V2: 0.02).
@@ -115,7 +115,7 @@ class Routing:
         return c
 
     def _spread(self, per_group: Tensor) -> Tensor:
-        """A group's number for each of its experts: the losses sum f_g over P_g, and P_g is the sum over its experts."""
+        """A group's number for each of its experts: P_g is the sum over them."""
         return per_group.repeat_interleave(self.experts // self.groups, dim=-1)
 
 

@@ -1,8 +1,8 @@
 """Counting first: what every loss term of a step is divided by, over the whole window and all data ranks.
 
-A mean per micro-batch, averaged afterwards, weighs tokens of short micro-batches too much; a mean per rank does the same
-across ranks. So sums are divided by these counts and never by anything local. They cost one small all-reduce, started
-before the first forward.
+A mean per micro-batch, averaged afterwards, weighs tokens of short micro-batches too much; a mean per rank does the
+same across ranks. So sums are divided by these counts and never by anything local. They cost one small all-reduce,
+started before the first forward.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """The window's routing statistics, and the place where balance gradients enter the routers.
 
-Every router of the model gets a tap. In a forward the tap *writes* what it saw under (slot, layer), so a recomputed forward
-writes the same numbers again and nothing is counted twice. In the backward it adds the balance gradient, reading its
-coefficients from the ledger at that moment: what they hold by then is what distinguishes the balance scopes. Outside a step
-no tap is attached, so evaluation touches nothing.
+Every router of the model gets a tap. In a forward the tap *writes* what it saw under (slot, layer), so a recomputed
+forward writes the same numbers again and nothing is counted twice. In the backward it adds the balance gradient,
+reading its
+coefficients from the ledger at that moment: what they hold by then is what distinguishes the balance scopes. Outside a
+step no tap is attached, so evaluation touches nothing.
 
-Legend: K slots, L routers, E experts, S statistics per router, B rows and T tokens of a micro-batch (T = B x row length).
+Legend: K slots, L routers, E experts, S statistics per router, B rows and T tokens of a micro-batch (T = B x row
+length).
 """
 
 from __future__ import annotations
@@ -56,19 +58,23 @@ def find_routers(model: torch.nn.Module) -> list[Router]:
     found = []
     for name, module in model.named_modules():
         if hasattr(module, "observer") and hasattr(module, "plain_balance"):
-            gate: Any = module
-            found.append(
-                Router(
-                    name=name,
-                    routing=Routing(gate.experts, gate.top_k, gate.groups, gate.top_groups),
-                    attach=lambda tap, gate=gate: setattr(gate, "observer", tap),
-                    depth=gate.depth,
-                    sigmoid=gate.sigmoid,
-                    plain_balance=gate.plain_balance,
-                    bias=lambda gate=gate: getattr(gate, "e_score_correction_bias", None),
-                )
-            )
+            found.append(_router_of(name, module))
     return found
+
+
+def _router_of(name: str, gate: Any) -> Router:
+    def attach(tap: Tap | None) -> None:
+        gate.observer = tap
+
+    return Router(
+        name=name,
+        routing=Routing(gate.experts, gate.top_k, gate.groups, gate.top_groups),
+        attach=attach,
+        depth=gate.depth,
+        sigmoid=gate.sigmoid,
+        plain_balance=gate.plain_balance,
+        bias=lambda: getattr(gate, "e_score_correction_bias", None),
+    )
 
 
 class RoutingLedger:
@@ -86,9 +92,7 @@ class RoutingLedger:
         gradient_scale: factor on every balance gradient (the loss scale of fp16).
     """
 
-    def __init__(
-        self, routers: Sequence[Router], balance: Balance, groups: Sequence[dist.ProcessGroup] = ()
-    ) -> None:
+    def __init__(self, routers: Sequence[Router], balance: Balance, groups: Sequence[dist.ProcessGroup] = ()) -> None:
         sizes = {r.routing.experts for r in routers}
         if len(sizes) > 1:
             raise ValueError(f"all routers must have the same number of experts, not {sorted(sizes)}")
@@ -99,6 +103,7 @@ class RoutingLedger:
         self.slot = 0
         self.replaying = False
         self.gradient_scale: Tensor | float = 1.0
+        self._running = torch.zeros(0)
 
     def begin(self, window: Window, denominators: Denominators, dtype: torch.dtype, device: torch.device) -> None:
         """Starts a window. ``dtype`` is that of the statistics, at least fp32."""
@@ -278,7 +283,7 @@ class _BalanceGradient(torch.autograd.Function):
         return scores.view_as(scores)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
         s, own_BE = ctx.saved_tensors
         tap: Tap = ctx.tap
@@ -314,7 +319,7 @@ class _ZLoss(torch.autograd.Function):
         return logits.view_as(logits)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
         logits, z, weight = ctx.saved_tensors
         c = (2.0 * weight * ctx.ledger.gradient_scale).to(logits.dtype)

@@ -1,6 +1,7 @@
 """The loss interface of a step, and the causal language-model loss for any model that gives logits.
 
-A loss here is a vector of *sums*, one per term; the accumulator divides each by its own global denominator and weighs it.
+A loss here is a vector of *sums*, one per term; the accumulator divides each by its own global denominator and weighs
+it.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Loss(Protocol):
 class CausalLMLoss:
     """Next-token cross-entropy of a model called with ``input_ids`` (and ``attention_mask``, ``position_ids``, extras).
 
-    Packed documents come as ``position_ids`` that start again, as transformers expects them; ``document_ids`` only end the
-    loss at a document's end.
+    Packed documents come as ``position_ids`` that start again, as transformers expects them; ``document_ids`` only end
+    the loss at a document's end.
     """
 
     names = ("lm",)

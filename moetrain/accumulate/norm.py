@@ -1,7 +1,7 @@
 """One gradient norm for all layouts: every element once, whatever mesh its parameter lies on.
 
-``torch.nn.utils.clip_grad_norm_`` fails over parameters of different meshes, and a norm per group makes replicas diverge.
-Here local shards are summed in fp32 at least, then over exactly the mesh dimensions that split them.
+``torch.nn.utils.clip_grad_norm_`` fails over parameters of different meshes, and a norm per group makes replicas
+diverge. Here local shards are summed in fp32 at least, then over exactly the mesh dimensions that split them.
 """
 
 from __future__ import annotations

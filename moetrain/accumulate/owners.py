@@ -1,8 +1,8 @@
 """Who owns the gradients between a backward and the optimizer: the one place where wrappers differ.
 
 The step is the same for a plain module, DistributedDataParallel and FSDP2; what differs is how a gradient gets from
-"this rank's sum" to "the sum over all ranks", and when. Every owner sums, none averages, and by default each does it once
-per window, in the last backward.
+"this rank's sum" to "the sum over all ranks", and when. Every owner sums, none averages, and by default each does it
+once per window, in the last backward.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from moetrain.accumulate.norm import grad_norm, local
@@ -120,13 +121,13 @@ class DDPOwner(PlainOwner):
             super().reduce()
 
 
-def _sum_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _sum_bucket(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
 
 
 # DistributedDataParallel looks at the annotations themselves, not at their text
-_sum_bucket.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
+_sum_bucket.__annotations__ |= {"bucket": GradBucket, "return": torch.futures.Future[Tensor]}
 
 
 class FSDPOwner(PlainOwner):
@@ -135,9 +136,7 @@ class FSDPOwner(PlainOwner):
     ``every_micro_batch`` reduces in each backward instead: less memory, K times the traffic.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, every_micro_batch: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, every_micro_batch: bool = False) -> None:
         super().__init__(model, optimizer)
         self.every = every_micro_batch
         for module in model.modules():

@@ -54,8 +54,8 @@ class MicroBatch:
     def routed(self, depth: int = 0) -> Tensor | None:
         """[B, T] bool: tokens that count in expert statistics; None = all.
 
-        In the main model (depth 0) these are the tokens that are not padding. MTP module ``depth`` works on positions whose
-        input ``depth`` places on is a real token of the same document; the rest is padding to it.
+        In the main model (depth 0) these are the tokens that are not padding. MTP module ``depth`` works on positions
+        whose input ``depth`` places on is a real token of the same document; the rest is padding to it.
         """
         B, T = self.input_ids.shape
         mask = None if self.attention_mask is None else self.attention_mask != 0
@@ -98,8 +98,8 @@ class Window(Sequence[MicroBatch]):
 
     Args:
         micro_batches: mappings with ``input_ids`` and ``labels`` [B, T] and optionally ``attention_mask``,
-            ``position_ids``, ``document_ids``; other tensors are passed through. Shapes may differ between them. A last,
-            shorter window is a window.
+            ``position_ids``, ``document_ids``; other tensors are passed through. Shapes may differ between them. A
+            last, shorter window is a window.
 
     Raises:
         ValueError: no micro-batch, a key missing, or shapes that do not fit.

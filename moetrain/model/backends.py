@@ -1,7 +1,7 @@
 """Which implementation of attention and of the experts' products a model runs on, chosen once for its device.
 
-A layer never asks what it runs on: it calls the verb it was given. ``Backend.for_device`` is the one place that decides,
-and ``describe`` is what a run prints at its start.
+A layer never asks what it runs on: it calls the verb it was given. ``Backend.for_device`` is the one place that
+decides, and ``describe`` is what a run prints at its start.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from moetrain_kernels.grouped_ffn import grouped_swiglu
-from moetrain_kernels.mla_attention import mla_attention
 from torch import Tensor
 
 from moetrain.model.rope import Rotation
+from moetrain_kernels.grouped_ffn import grouped_swiglu
+from moetrain_kernels.mla_attention import mla_attention
 
 
 class Routed(NamedTuple):
@@ -49,9 +49,7 @@ def blocked_attention(
     q: Tensor, kv: Tensor, k_pe: Tensor, rotation: Rotation, scale: float, document_ids: Tensor | None
 ) -> Tensor:
     """The project's own core: blocks of queries, no fused kernel needed, every dtype."""
-    return mla_attention(
-        q, kv, k_pe, cos=rotation.cos, sin=rotation.sin, scale=scale, document_ids=document_ids
-    )
+    return mla_attention(q, kv, k_pe, cos=rotation.cos, sin=rotation.sin, scale=scale, document_ids=document_ids)
 
 
 def sdpa_attention(
@@ -127,4 +125,3 @@ class Backend(NamedTuple):
 
 
 REFERENCE = Backend(blocked_attention, looped_experts, "attention: blocked, experts: a product each")
-

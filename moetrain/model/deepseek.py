@@ -8,7 +8,6 @@ from __future__ import annotations
 import zlib
 
 import torch
-from moetrain_kernels.products import linear_cross_entropy
 from torch import Tensor, nn
 
 from moetrain.config.model import ModelConfig
@@ -20,6 +19,7 @@ from moetrain.model.mla import MLA
 from moetrain.model.moe import RoutedExperts
 from moetrain.model.mtp import MTPModule, shifted
 from moetrain.model.rope import rotation
+from moetrain_kernels.products import linear_cross_entropy
 
 
 class DeepSeek(nn.Module):
@@ -58,7 +58,7 @@ class DeepSeek(nn.Module):
             [B, T, V] in the model's dtype, or with targets the cross-entropy sums, [1 + num_nextn_predict_layers], at
             least fp32: main, then MTP depth 1, 2, ...
         """
-        B, T = input_ids.shape
+        T = input_ids.shape[1]
         if position_ids is None:
             position_ids = torch.arange(T, device=input_ids.device).unsqueeze(0)
         turn = rotation(self.config, position_ids, self.norm.weight.dtype)
@@ -116,4 +116,4 @@ class DeepSeek(nn.Module):
         """
         for module in self.modules():
             if hasattr(module, "in_place_grad"):
-                module.in_place_grad = on
+                setattr(module, "in_place_grad", on)  # noqa: B010 - of several classes

@@ -1,9 +1,9 @@
 """The three routers of the DeepSeek family, and the place where a window looks at them.
 
 A gate scores experts, chooses, and weighs. What differs between V2-Lite, V2 and V3 is only how it chooses, so each is a
-class with its own ``choose``. Everything is in fp32 at least. A gate counts nothing itself: an observer (the accumulation
-core's ledger) may be attached, sees logits, choices and scores, and can put gradients in or replay choices. Without an
-observer (evaluation, inference) a gate has no state.
+class with its own ``choose``. Everything is in fp32 at least. A gate counts nothing itself: an observer (the
+accumulation core's ledger) may be attached, sees logits, choices and scores, and can put gradients in or replay
+choices. Without an observer (evaluation, inference) a gate has no state.
 
 Legend: T tokens of a micro-batch, D width, E experts, K experts per token, G groups.
 """
@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from moetrain_kernels.products import linear
 from torch import Tensor, nn
 
 from moetrain.config.model import ModelConfig
 from moetrain.model.layers import at_least_fp32
+from moetrain_kernels.products import linear
 
 
 class GateObserver(Protocol):

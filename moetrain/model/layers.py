@@ -7,10 +7,11 @@ gradients have weight gradients added inside the backward product (see ``moetrai
 from __future__ import annotations
 
 import torch
+from torch import Tensor, nn
+
 from moetrain_kernels.grouped_ffn import swiglu
 from moetrain_kernels.products import embedding, linear
 from moetrain_kernels.rms_norm import rms_norm
-from torch import Tensor, nn
 
 
 def at_least_fp32(x: Tensor) -> Tensor:

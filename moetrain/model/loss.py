@@ -1,4 +1,4 @@
-"""The training loss of a DeepSeek model: next token plus multi-token prediction, as sums (see ``accumulate.losses``)."""
+"""The training loss of a DeepSeek model: next token plus multi-token prediction, as sums."""
 
 from __future__ import annotations
 

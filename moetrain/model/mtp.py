@@ -29,7 +29,7 @@ class MTPModule(nn.Module):
     def forward(
         self, hidden_BTD: Tensor, embedded_BTD: Tensor, rotation: Rotation, document_ids: Tensor | None
     ) -> Tensor:
-        """hidden: state after the previous norm; embedded: embeddings of the tokens k ahead -> state after this norm."""
+        """hidden: state after the previous norm; embedded: of the tokens k ahead -> state after this norm."""
         joined = torch.cat([self.enorm(embedded_BTD), self.hnorm(hidden_BTD)], dim=-1)
         y: Tensor = self.norm(self.block(self.eh_proj(joined), rotation, document_ids))
         return y

@@ -38,7 +38,8 @@ def correction_range(yarn: Yarn, width: int, theta: float) -> tuple[float, float
     """The frequency indices between which YaRN goes from keeping to dividing by its factor (10 and 23 as released)."""
 
     def index(turns: float) -> float:
-        return width * math.log(yarn.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        size: float = math.log(yarn.original_max_position_embeddings / (turns * 2 * math.pi))
+        return float(width * size / (2 * math.log(theta)))
 
     low = max(math.floor(index(yarn.beta_fast)), 0)
     high = min(math.ceil(index(yarn.beta_slow)), width - 1)

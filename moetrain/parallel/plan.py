@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -46,7 +48,7 @@ def spread(model: DeepSeek, config: ParallelConfig, precision: str, ranks: Ranks
 
     if ranks.mesh is not None:
         policy = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=stored) if stored != computed else None
-        shard = {"mesh": ranks.mesh, "reshard_after_forward": config.reshard_after_forward}
+        shard: dict[str, Any] = {"mesh": ranks.mesh, "reshard_after_forward": config.reshard_after_forward}
         if policy is not None:
             # routers stay in fp32: their own group, without a cast
             for gate in (m for m in model.modules() if isinstance(m, Gate)):

@@ -14,6 +14,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moetrain.errors import UserError
@@ -80,8 +81,10 @@ def started(device: str, *, need_group: bool = False) -> Iterator[Ranks]:
         yield Ranks(rank=0, world=1, device=where, mesh=None)
         return
     backend = "nccl" if where.type == "cuda" else "gloo"
-    store = None if "MASTER_ADDR" in os.environ else dist.HashStore()
-    dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=rank, world_size=world)
+    if world == 1 and "MASTER_ADDR" not in os.environ:
+        dist.init_process_group(backend, timeout=TIMEOUT, store=HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group(backend, timeout=TIMEOUT, rank=rank, world_size=world)
     try:
         mesh = init_device_mesh(where.type, (world,), mesh_dim_names=("dp_shard",))
         yield Ranks(rank=rank, world=world, device=where, mesh=mesh)

@@ -20,4 +20,4 @@ def recompute_in_backward(module: nn.Module) -> None:
         # the model draws no random numbers, so there is no generator state to bring back
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
-    module.forward = checkpointed  # type: ignore[method-assign]
+    module.forward = checkpointed

@@ -1,0 +1,89 @@
+"""moetrain: DeepSeek-style mixture-of-experts training whose step is the same in every layout.
+
+The public names are below. They load when first used, so that ``import moetrain`` and the command line answer
+at once instead of waiting for torch.
+"""
+
+import importlib
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moetrain.accumulate import (
+        Balance,
+        MoEAccumulator,
+        RoutingLedger,
+        StepReport,
+        Window,
+        count_denominators,
+        grad_norm,
+        update_bias,
+    )
+    from moetrain.checkpoint.hugging_face import from_pretrained, save_pretrained
+    from moetrain.config import ModelConfig, RunConfig, load_config
+    from moetrain.errors import UserError
+    from moetrain.train import train
+
+__version__ = "0.1.0.dev0"
+
+_HOME = {
+    "Balance": "moetrain.accumulate",
+    "MoEAccumulator": "moetrain.accumulate",
+    "RoutingLedger": "moetrain.accumulate",
+    "StepReport": "moetrain.accumulate",
+    "Window": "moetrain.accumulate",
+    "count_denominators": "moetrain.accumulate",
+    "grad_norm": "moetrain.accumulate",
+    "update_bias": "moetrain.accumulate",
+    "from_pretrained": "moetrain.checkpoint.hugging_face",
+    "save_pretrained": "moetrain.checkpoint.hugging_face",
+    "ModelConfig": "moetrain.config",
+    "RunConfig": "moetrain.config",
+    "load_config": "moetrain.config",
+    "UserError": "moetrain.errors",
+    "train": "moetrain.train",
+}
+
+__all__ = [
+    "Balance",
+    "MoEAccumulator",
+    "ModelConfig",
+    "RoutingLedger",
+    "RunConfig",
+    "StepReport",
+    "UserError",
+    "Window",
+    "__version__",
+    "count_denominators",
+    "from_pretrained",
+    "grad_norm",
+    "load_config",
+    "save_pretrained",
+    "train",
+    "update_bias",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'moetrain' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(types.ModuleType):
+    """Keeps ``moetrain.train`` the function: importing the module of that name would put itself there."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "train" and isinstance(value, types.ModuleType):
+            value = value.train
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

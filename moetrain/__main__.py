@@ -1,0 +1,141 @@
+"""The command line: ``python -m moetrain COMMAND ...``.
+
+It answers help, versions and mistakes without importing torch. A mistake ends in one sentence on stderr and
+exit code 2; under torchrun every rank exits, but only the first one speaks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import moetrain
+from moetrain.errors import UserError
+
+_EPILOG = """\
+`python -m moetrain --config ...` is short for `python -m moetrain train --config ...`.
+
+  python -m moetrain --config configs/671B/smoke.yaml               a small DeepSeek-V3 on this machine
+  python -m moetrain --config configs/671B/smoke.yaml steps=20      with one key of the file replaced
+  torchrun --nproc_per_node 8 -m moetrain --config configs/671B     8 processes
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, but a mistake is a UserError like every other."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+def _parser(command: str, description: str, epilog: str = "") -> _Parser:
+    return _Parser(
+        prog=f"python -m moetrain {command}".rstrip(),
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _train(arguments: Sequence[str]) -> None:
+    """train a model as a config file says (the default command)"""
+    parser = _parser(
+        "train",
+        "Train a model. Checks the config and that the run fits this machine before anything is allocated.",
+        "examples:\n" + _EPILOG.split("\n\n", 1)[1],
+    )
+    parser.add_argument(
+        "--config",
+        required=True,
+        metavar="PATH",
+        help="YAML file, or a folder with a config.yaml (configs/671B)",
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="replaces one key of the file, value in YAML: optimizer.lr=3e-4 model.num_hidden_layers=4",
+    )
+    given = parser.parse_intermixed_args(arguments)
+    path = Path(given.config)
+    config = moetrain.load_config(path, given.overrides)
+
+    from moetrain.config.support import refuse_unsupported
+    from moetrain.planning import fit
+
+    fit.check(config, path)
+    refuse_unsupported(config)
+    moetrain.train(config)
+
+
+def _tokenize(arguments: Sequence[str]) -> None:
+    """turn text into the .bin and .idx that training reads"""
+    parser = _parser(
+        "tokenize",
+        "Tokenise a text file or a folder of text into PREFIX.bin and PREFIX.idx. Interrupted, it continues.",
+        "example:\n  python -m moetrain tokenize texts/ --out data/pretrain --tokenizer tokenizer.json",
+    )
+    parser.add_argument("source", metavar="SOURCE", help="text file or folder of text")
+    parser.add_argument("--out", required=True, metavar="PREFIX", help="where to write, without .bin and .idx")
+    parser.add_argument(
+        "--tokenizer", default="bytes", help="a tokenizer.json, or bytes (default): one token for each byte"
+    )
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
+    given = parser.parse_args(arguments)
+    if given.workers < 1:
+        parser.error(f"--workers must be at least 1, not {given.workers}")
+
+    from moetrain.data.tokenize_cli import tokenize
+
+    tokenize(given.source, given.out, tokenizer=given.tokenizer, workers=given.workers)
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"train": _train, "tokenize": _tokenize}
+
+
+def _run(arguments: list[str]) -> None:
+    commands = "\n".join(f"  {name:<10} {command.__doc__}" for name, command in _COMMANDS.items())
+    first = arguments[0] if arguments else "--help"
+    if first in _COMMANDS:
+        _COMMANDS[first](arguments[1:])
+        return
+    if "=" in first or (first.startswith("-") and first not in ("-h", "--help", "--version")):
+        _train(arguments)
+        return
+    parser = _parser(
+        "COMMAND",
+        f"Trains DeepSeek-style mixture-of-experts models.\n\ncommands:\n{commands}\n\n"
+        "`python -m moetrain COMMAND --help` tells what a command takes.",
+        _EPILOG,
+    )
+    parser.add_argument("--version", action="version", version=f"moetrain {moetrain.__version__}")
+    if not first.startswith("-"):
+        close = difflib.get_close_matches(first, _COMMANDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there is {', '.join(_COMMANDS)}"
+        raise UserError(f"unknown command {first!r}; {hint}")
+    parser.parse_args([first])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return the exit code: 0, 2 for a mistake in what was given, 130 when interrupted."""
+    speaks = os.environ.get("RANK", "0") == "0"
+    try:
+        _run(list(sys.argv[1:] if arguments is None else arguments))
+    except UserError as error:
+        if speaks:
+            print(f"moetrain: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        if speaks:
+            print("moetrain: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

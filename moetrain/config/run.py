@@ -1,0 +1,346 @@
+"""Everything a run is, typed: model, data, batch, optimizer, schedule, balance, layout, engine.
+
+One frozen object holds what the file and the command line said, checked before anything is allocated. Fields
+that do not work yet are typed too, so that a config written today stays valid; ``moetrain.config.support``
+refuses them in words.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Discriminator, Field, field_validator, model_validator
+
+from moetrain.config.model import ModelConfig
+from moetrain.config.values import (
+    Fraction,
+    Int,
+    NotNegative,
+    NotNegativeReal,
+    Piecewise,
+    Positive,
+    PositiveReal,
+    Section,
+    Truth,
+)
+
+FilePath = Annotated[Path, AfterValidator(Path.expanduser)]
+OffloadTo = Literal["none", "cpu", "nvme"]
+
+
+class DataConfig(Section):
+    """What is read, and how it becomes sequences.
+
+    ``source``: ``stdlib`` (the source text of Python's standard library), a text file, a folder of text, or
+    the PREFIX of a pre-tokenised PREFIX.bin and PREFIX.idx. ``tokenizer``: ``bytes`` or a ``tokenizer.json``.
+    ``seq_len`` in tokens. ``pack`` fills sequences with several documents; ``document_mask`` keeps them from
+    seeing each other. ``held_out`` is the share of the data kept for evaluation.
+    """
+
+    source: str = "stdlib"
+    tokenizer: str = "bytes"
+    seq_len: Annotated[Positive, Field(ge=2)]
+    pack: Truth = True
+    document_mask: Truth = False
+    held_out: Annotated[Fraction, Field(lt=1)] = 0.01
+
+    @field_validator("source", "tokenizer")
+    @classmethod
+    def _home(cls, path: str) -> str:
+        return str(Path(path).expanduser()) if path.startswith("~") else path
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DataConfig:
+        if self.document_mask and not self.pack:
+            raise ValueError("document_mask needs pack: a sequence of one document has nothing to mask")
+        return self
+
+
+class BatchRamp(Section):
+    """Batch size growing from ``start`` sequences to ``global_batch`` over the first ``tokens`` tokens (V2,
+    V3)."""
+
+    start: Positive
+    tokens: Positive
+
+
+class NoiseScale(Section):
+    """Batch size steered by the measured gradient noise scale, between ``minimum`` and ``maximum``
+    sequences."""
+
+    minimum: Positive
+    maximum: Positive
+
+
+class BatchConfig(Section):
+    """``global_batch``: sequences of one optimizer step over all ranks; ``micro_batch``: of one forward on
+    one rank."""
+
+    global_batch: Positive
+    micro_batch: Positive
+    ramp: BatchRamp | None = None
+    noise_scale: NoiseScale | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> BatchConfig:
+        if self.micro_batch > self.global_batch:
+            raise ValueError(
+                f"micro_batch ({self.micro_batch}) must not exceed global_batch ({self.global_batch}): "
+                "a step would be mostly padding"
+            )
+        if self.ramp and self.ramp.start > self.global_batch:
+            raise ValueError(f"ramp.start ({self.ramp.start}) must not exceed global_batch ({self.global_batch})")
+        if self.ramp and self.noise_scale:
+            raise ValueError("ramp and noise_scale both set the batch size: give one of them")
+        return self
+
+
+class OptimizerConfig(Section):
+    """AdamW. ``lr`` is the peak rate; ``max_norm`` clips the one global gradient norm (null: no clipping)."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: PositiveReal
+    betas: tuple[Annotated[Fraction, Field(lt=1)], Annotated[Fraction, Field(lt=1)]] = (0.9, 0.95)
+    eps: PositiveReal = 1e-8
+    weight_decay: NotNegativeReal = 0.1
+    max_norm: PositiveReal | None = 1.0
+    moments: Literal["fp32", "bf16"] = "fp32"
+
+
+class _Schedule(Section):
+    unit: Literal["steps", "tokens"] = "steps"
+    warmup_steps: NotNegative = 0
+
+
+class ConstantSchedule(_Schedule):
+    """The peak rate after the warm-up."""
+
+    kind: Literal["constant"] = "constant"
+
+
+class CosineSchedule(_Schedule):
+    """A cosine from the peak to ``final`` times the peak over the whole budget."""
+
+    kind: Literal["cosine"] = "cosine"
+    final: Fraction = 0.1
+
+
+class StepSchedule(_Schedule):
+    """Multiplied by ``factor`` at each of the fractions ``at`` of the budget (V2: 0.316 at 60 % and 90 %)."""
+
+    kind: Literal["step"] = "step"
+    factor: Annotated[PositiveReal, Field(le=1)] = 0.316
+    at: tuple[Fraction, ...] = (0.6, 0.9)
+
+    @field_validator("at")
+    @classmethod
+    def _growing(cls, at: tuple[float, ...]) -> tuple[float, ...]:
+        if list(at) != sorted(set(at)):
+            raise ValueError(f"must grow from entry to entry, which {list(at)} does not")
+        return at
+
+
+class ConstantCosineConstantSchedule(_Schedule):
+    """V3's: the peak for ``constant``, a cosine to ``ratio`` over ``cosine``, ``ratio`` for ``hold``, then
+    ``last``.
+
+    Lengths in ``unit`` (the warm-up lies within ``constant``); ``ratio`` and ``last`` are fractions of the
+    peak.
+    """
+
+    kind: Literal["constant_cosine_constant"] = "constant_cosine_constant"
+    constant: NotNegative
+    cosine: Positive
+    ratio: Fraction = 0.1
+    hold: NotNegative
+    last: Fraction
+
+
+ScheduleConfig = Annotated[
+    ConstantSchedule | CosineSchedule | StepSchedule | ConstantCosineConstantSchedule, Discriminator("kind")
+]
+
+
+class BalanceConfig(Section):
+    """Load balance: which tokens a loss looks at (``scope``), its weights, and the rate of the routing bias.
+
+    ``alpha`` weighs the expert loss, ``alpha_device`` and ``alpha_communication`` V2's losses over expert
+    groups, ``z_loss`` the squared log-sum-exp of the router's logits. ``bias_rate`` is V3's gamma by tokens;
+    ``zero_centred`` keeps the mean of the bias at 0.
+    """
+
+    scope: Literal["sequence", "micro_batch", "running", "previous", "window"] = "sequence"
+    alpha: NotNegativeReal = 0.0
+    alpha_device: NotNegativeReal = 0.0
+    alpha_communication: NotNegativeReal = 0.0
+    z_loss: NotNegativeReal = 0.0
+    bias_rate: Piecewise = Piecewise(((0.0, 0.0),))
+    zero_centred: Truth = False
+
+
+class MtpConfig(Section):
+    """``weight``: lambda of the multi-token-prediction loss by tokens (V3: 0.3, after 10T tokens 0.1)."""
+
+    weight: Piecewise = Piecewise(((0.0, 0.3),))
+
+
+class ParallelConfig(Section):
+    """How a run is spread. ``world_size`` is what the file was written for (null: any number of processes).
+
+    ``dp_shard`` -1 takes the ranks that are left. ``recompute`` trades compute for activations. ``reduce:
+    window`` reduces gradients once a window, ``micro_batch`` at every micro-batch (less memory, more
+    traffic).
+    """
+
+    world_size: Positive | None = None
+    pp: Positive = 1
+    dp_replicate: Positive = 1
+    dp_shard: Int = -1
+    ep: Positive = 1
+    cp: Positive = 1
+    schedule: Literal[
+        "gpipe",
+        "1f1b",
+        "interleaved_1f1b",
+        "looped_bfs",
+        "interleaved_zero_bubble",
+        "zbv_zero_bubble",
+        "dualpipev",
+    ] = "1f1b"
+    recompute: Literal["none", "selective", "full"] = "none"
+    reduce: Literal["window", "micro_batch"] = "window"
+    reshard_after_forward: Truth = True
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ParallelConfig:
+        if self.dp_shard != -1 and self.dp_shard < 1:
+            raise ValueError(f"dp_shard ({self.dp_shard}) must be at least 1, or -1 for the ranks that are left")
+        fixed = self.pp * self.dp_replicate * self.cp * max(self.dp_shard, 1)
+        if self.world_size and (self.world_size % fixed or (self.dp_shard != -1 and self.world_size != fixed)):
+            raise ValueError(
+                f"world_size ({self.world_size}) must be pp * dp_replicate * cp * dp_shard = {fixed}"
+                + (" times a whole number" if self.dp_shard == -1 else "")
+            )
+        shards = self.dp_shard if self.dp_shard != -1 else self.world_size and self.world_size // fixed
+        if shards and shards * self.cp % self.ep:
+            raise ValueError(f"ep ({self.ep}) must divide the {shards * self.cp} ranks that shard the model")
+        return self
+
+
+class DeepSpeedConfig(Section):
+    """ZeRO stage and what is kept outside the device; used with ``engine: deepspeed`` only."""
+
+    zero_stage: Literal[1, 2, 3] = 3
+    offload_optimizer: OffloadTo = "none"
+    offload_parameters: OffloadTo = "none"
+    nvme_path: FilePath | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DeepSpeedConfig:
+        if self.offload_parameters != "none" and self.zero_stage != 3:
+            raise ValueError(f"offload_parameters needs zero_stage 3, not {self.zero_stage}")
+        if "nvme" in (self.offload_optimizer, self.offload_parameters) and self.nvme_path is None:
+            raise ValueError("offload to nvme needs nvme_path, a folder on the drive")
+        return self
+
+
+class EvalConfig(Section):
+    """Evaluation on the held-out data each ``every`` steps (0: never), over ``batches`` global batches."""
+
+    every: NotNegative = 0
+    batches: Positive = 4
+
+
+class CheckpointConfig(Section):
+    """A checkpoint each ``every`` steps (0: only at the end), the last ``keep`` kept; ``resume: auto``
+    continues."""
+
+    every: NotNegative = 0
+    keep: Positive = 2
+    resume: Literal["auto", "never"] = "auto"
+    async_save: Truth = False
+
+
+class LogConfig(Section):
+    """A record each ``every`` steps; TensorBoard when it is installed (``auto``)."""
+
+    every: Positive = 1
+    tensorboard: Literal["auto", "off"] = "auto"
+
+
+def _default_run_dir(given: dict[str, Any]) -> Path:
+    return Path("runs", str(given.get("name", "run")))
+
+
+class RunConfig(Section):
+    """A whole run. Exactly one of ``steps`` and ``tokens`` is its budget. Paths are relative to the working
+    directory."""
+
+    name: str
+    seed: NotNegative = 1234
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["fp32", "float64", "bf16", "fp16", "fp8"] = "fp32"
+    run_dir: FilePath = Field(default_factory=_default_run_dir)
+    steps: Positive | None = None
+    tokens: Positive | None = None
+    model: ModelConfig
+    init_from: FilePath | None = None
+    data: DataConfig
+    batch: BatchConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig = ConstantSchedule()
+    balance: BalanceConfig = BalanceConfig()
+    mtp: MtpConfig = MtpConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    engine: Literal["native", "deepspeed"] = "native"
+    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+    @field_validator("name")
+    @classmethod
+    def _file_name(cls, name: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+            raise ValueError(
+                f"must be letters, digits, dots, dashes and underscores as it names a folder, not {name!r}"
+            )
+        return name
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        if (self.steps is None) == (self.tokens is None):
+            both = "not both" if self.steps else "neither is there"
+            raise ValueError(f"give the budget as either steps or tokens: {both}")
+        model, balance, length = self.model, self.balance, self.data.seq_len
+        if length > model.max_position_embeddings:
+            raise ValueError(
+                f"data.seq_len ({length}) must not exceed model.max_position_embeddings "
+                f"({model.max_position_embeddings})"
+            )
+        if length <= model.num_nextn_predict_layers + 1:
+            raise ValueError(
+                f"data.seq_len ({length}) must exceed model.num_nextn_predict_layers + 1 "
+                f"({model.num_nextn_predict_layers + 1}), or multi-token prediction has no target"
+            )
+        if balance.bias_rate.largest > 0 and model.topk_method != "noaux_tc":
+            raise ValueError(
+                f"balance.bias_rate needs a routing bias, which topk_method {model.topk_method} lacks: "
+                "set it to 0 or use noaux_tc"
+            )
+        for key in ("alpha_device", "alpha_communication"):
+            if getattr(balance, key) > 0 and model.n_group == 1:
+                raise ValueError(f"balance.{key} balances expert groups and needs model.n_group above 1")
+        return self
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a full global batch."""
+        return self.batch.global_batch * self.data.seq_len
+
+    @property
+    def total_steps(self) -> int:
+        """The budget in optimizer steps: ``steps``, or the steps that ``tokens`` fill."""
+        return self.steps if self.steps is not None else -(-(self.tokens or 0) // self.tokens_per_step)

@@ -1,0 +1,46 @@
+"""What the config can say but the program cannot do yet: one list, so that nothing is silently ignored.
+
+A field enters here when it is typed before it works, and leaves with the change that makes it work.
+"""
+
+from __future__ import annotations
+
+from moetrain.config.run import RunConfig
+from moetrain.errors import UserError
+
+
+def unsupported(config: RunConfig) -> list[tuple[str, str]]:
+    """The settings of ``config`` that do not work yet, each with what to use in its place."""
+    parallel, batch = config.parallel, config.batch
+    table = [
+        (config.engine == "deepspeed", "engine: deepspeed", "engine=native"),
+        (
+            config.precision in ("fp8", "fp16"),
+            f"precision: {config.precision}",
+            "precision=fp32 or precision=bf16",
+        ),
+        (parallel.pp > 1, f"parallel.pp: {parallel.pp}", "parallel.pp=1"),
+        (parallel.ep > 1, f"parallel.ep: {parallel.ep}", "parallel.ep=1"),
+        (parallel.cp > 1, f"parallel.cp: {parallel.cp}", "parallel.cp=1"),
+        (
+            parallel.dp_replicate > 1,
+            f"parallel.dp_replicate: {parallel.dp_replicate}",
+            "parallel.dp_replicate=1",
+        ),
+        (
+            parallel.recompute == "selective",
+            "parallel.recompute: selective",
+            "parallel.recompute=none or full",
+        ),
+        (batch.ramp is not None, "batch.ramp", "batch.ramp=null"),
+        (batch.noise_scale is not None, "batch.noise_scale", "batch.noise_scale=null"),
+        (config.optimizer.moments == "bf16", "optimizer.moments: bf16", "optimizer.moments=fp32"),
+        (config.checkpoint.async_save, "checkpoint.async_save: true", "checkpoint.async_save=false"),
+    ]
+    return [(what, instead) for wanted, what, instead in table if wanted]
+
+
+def refuse_unsupported(config: RunConfig) -> None:
+    """Raise UserError with the first setting of ``config`` that does not work yet and the mend."""
+    for what, instead in unsupported(config):
+        raise UserError(f"{what} does not work yet in this version; use {instead}")

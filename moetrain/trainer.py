@@ -1,0 +1,194 @@
+"""Wiring: from a config to a finished run. Every part is made here, in the order in which it is needed, and handed on.
+
+(The module is not called ``train``, since ``moetrain.train`` is the function.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moetrain import loop
+from moetrain.accumulate import Balance, MoEAccumulator, StepReport, Window
+from moetrain.checkpoint import CheckpointFolder, from_pretrained
+from moetrain.config import RunConfig, refuse_unsupported
+from moetrain.data import Data, GlobalBatches, Prefetcher, build_data
+from moetrain.engine import Engine, NativeEngine
+from moetrain.loop import Progress
+from moetrain.model import DeepSeek, DeepSeekLoss
+from moetrain.model.flops import flops_per_token
+from moetrain.observe import RunLog, peak_flops
+from moetrain.optim import LearningRate, build_schedule
+from moetrain.parallel.plan import needs_group
+from moetrain.parallel.ranks import Ranks, started
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run left behind: where, how far it came, and its last record."""
+
+    run_dir: Path
+    steps: int
+    last: dict[str, float]
+
+
+def train(config: RunConfig) -> Result:
+    """Trains as ``config`` says, on the processes that ``torchrun`` started (one without it).
+
+    Continues from the newest whole checkpoint in ``run_dir`` unless ``checkpoint.resume`` is ``never``.
+
+    Raises:
+        UserError: data, checkpoint or machine do not fit the config; one sentence with the mend.
+    """
+    refuse_unsupported(config)
+    with started(config.device, need_group=needs_group(config.precision)) as ranks:
+        return _train(config, ranks)
+
+
+def _train(config: RunConfig, ranks: Ranks) -> Result:
+    data = build_data(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
+    load = None if config.init_from is None else partial(_load, config.init_from, ranks.device)
+    engine = NativeEngine(config, ranks, load=load)
+    loss = DeepSeekLoss(config.model)
+    schedule = build_schedule(
+        config.schedule, config.total_steps if config.schedule.unit == "steps" else config.total_steps * config.tokens_per_step
+    )
+    learning_rate = LearningRate(
+        engine.optimizer, schedule, peak=config.optimizer.lr, warmup_steps=config.schedule.warmup_steps,
+        unit=config.schedule.unit,
+    )
+    accumulator = MoEAccumulator(
+        engine.model,
+        engine.optimizer,
+        loss=loss,
+        balance=_balance(config),
+        max_norm=config.optimizer.max_norm,
+        scheduler=_CountingScheduler(learning_rate, config.tokens_per_step),
+        groups=ranks.groups,
+        owner=engine.owner,
+    )
+    progress = Progress()
+    checkpoints = CheckpointFolder(config.run_dir / "checkpoints", keep=config.checkpoint.keep)
+    resumed = None
+    if config.checkpoint.resume == "auto":
+        resumed = checkpoints.load_latest(model=engine.model, optimizer=engine.optimizer)
+    if resumed is not None:
+        progress = Progress(**resumed["progress"])
+        learning_rate.load_state_dict(resumed["learning_rate"])
+        accumulator.load_state_dict(resumed["accumulator"])
+        torch.set_rng_state(resumed["rng"])
+
+    def save(at: Progress) -> None:
+        extra = {
+            "progress": vars(at),
+            "learning_rate": learning_rate.state_dict(),
+            "accumulator": accumulator.state_dict(),
+            "rng": torch.get_rng_state(),
+        }
+        checkpoints.save(
+            at.step, model=engine.model, optimizer=engine.optimizer, extra=extra, config=config.model_dump(mode="json")
+        )
+        log.note(f"checkpoint of step {at.step}: {checkpoints.path}")
+
+    with RunLog(
+        config.run_dir,
+        rank=ranks.rank,
+        total_steps=config.total_steps,
+        tensorboard=config.log.tensorboard == "auto",
+    ) as log:
+        log.resume_at(progress.step)
+        log.start(_facts(config, ranks, engine, data))
+        if resumed is not None:
+            log.note(f"resumed after step {progress.step} from {checkpoints.path}")
+        last: dict[str, Any] = {}
+        if progress.step < config.total_steps:
+            last = loop.run(
+                config,
+                accumulator=accumulator,
+                loss=loss,
+                windows=partial(_windows, config, data, ranks),
+                held_out=partial(_held_out, config, data, ranks),
+                progress=progress,
+                save=save,
+                log=log,
+                ranks=ranks,
+            )
+        log.note(f"done: {progress.step} steps; metrics: {config.run_dir / 'metrics.jsonl'}")
+    return Result(config.run_dir, progress.step, last)
+
+
+def _load(folder: Path, device: torch.device, dtype: torch.dtype) -> DeepSeek:
+    return from_pretrained(folder, dtype=dtype, device=device)
+
+
+class _CountingScheduler:
+    """The learning rate counts steps and tokens; the accumulator only says that a step was taken."""
+
+    def __init__(self, learning_rate: LearningRate, tokens: int) -> None:
+        self.learning_rate, self.tokens = learning_rate, tokens
+
+    def step(self) -> None:
+        self.learning_rate.step(self.tokens)
+
+
+def _balance(config: RunConfig) -> Balance:
+    balance = config.balance
+    return Balance(
+        scope=balance.scope,
+        alpha=balance.alpha,
+        alpha_device=balance.alpha_device,
+        alpha_communication=balance.alpha_communication,
+        z_loss=balance.z_loss,
+        bias_rate=balance.bias_rate.at(0),
+        zero_centred=balance.zero_centred,
+    )
+
+
+def _windows(config: RunConfig, data: Data, ranks: Ranks, progress: Progress) -> Iterator[Window]:
+    """This rank's windows from where the run is, the next one prepared while the last one trains."""
+    batches = GlobalBatches(data.train, seed=config.seed)
+    size = config.batch.global_batch
+
+    def window(number: int) -> Window:
+        first = progress_start + number * size
+        return Window(
+            batches.window(first, size, rank=ranks.rank, world=ranks.world, micro_batch=config.batch.micro_batch)
+        )
+
+    progress_start = progress.sequences
+    with Prefetcher(window) as prefetched:
+        yield from prefetched
+
+
+def _held_out(config: RunConfig, data: Data, ranks: Ranks) -> Iterator[Window]:
+    """The same held-out sequences in every evaluation."""
+    batches = GlobalBatches(data.held_out, seed=config.seed)
+    size = config.batch.global_batch
+    left = min(config.eval.batches * size, len(data.held_out))
+    for first in range(0, left, size):
+        count = min(size, left - first)
+        yield Window(
+            batches.window(first, count, rank=ranks.rank, world=ranks.world, micro_batch=config.batch.micro_batch)
+        )
+
+
+def _facts(config: RunConfig, ranks: Ranks, engine: Engine, data: Data) -> dict[str, str]:
+    """What rank 0 prints before the first step."""
+    parameters = sum(p.numel() for p in engine.model.parameters())
+    device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu"
+    per_rank = -(-config.batch.global_batch // ranks.world)
+    facts = {
+        "run": f"{config.name}, {config.total_steps} steps, in {config.run_dir}",
+        "model": f"{parameters / 1e6:,.1f} M parameters, {config.model.model_type}",
+        "data": data.describe(),
+        "batch": f"{config.batch.global_batch} sequences of {config.data.seq_len} tokens a step; {ranks.world} rank(s), "
+        f"windows of {-(-per_rank // config.batch.micro_batch)} micro-batches of {config.batch.micro_batch}",
+        "device": f"{device}, {torch.get_num_threads()} threads a rank" if device == "cpu" else device,
+        "engine": "native",
+    }
+    return facts | {f"plan {i}": line for i, line in enumerate(engine.applied, start=1)}

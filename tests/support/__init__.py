@@ -1,0 +1,1 @@
+"""Small real models and batches that many tests share."""

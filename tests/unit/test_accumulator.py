@@ -1,0 +1,183 @@
+"""What a step promises beside its numbers: skips lose nothing, recompute counts once, evaluation leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from moetrain.accumulate import Balance, MoEAccumulator, Window, causal_lm_loss, windows
+from moetrain.model import DeepSeekLoss
+from moetrain.parallel.recompute import recompute_in_backward
+from tests.support.small import V3, difference, every_loss, global_batch, model, rows, sgd, state, window
+
+
+class Spoilt(DeepSeekLoss):
+    """The real loss, times NaN at one slot."""
+
+    def __init__(self, config, slot):
+        super().__init__(config)
+        self.slot = slot
+
+    def __call__(self, m, micro_batch):
+        return super().__call__(m, micro_batch) * (float("nan") if micro_batch.slot == self.slot else 1.0)
+
+
+class Counter:
+    steps = 0
+
+    def step(self):
+        self.steps += 1
+
+
+@pytest.mark.parametrize("scope", ["sequence", "previous", "window"])
+def test_a_discarded_window_leaves_every_state_as_it_was(scope):
+    m = model()
+    optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2)
+    schedule = Counter()
+    accumulator = MoEAccumulator(
+        m, optimizer, loss=DeepSeekLoss(V3), balance=every_loss(V3, scope), scheduler=schedule, max_norm=1.0
+    )
+    accumulator.step(window([3, 3]))
+    before, moments, routing = state(m), copy.deepcopy(optimizer.state_dict()), accumulator.state_dict()
+    routing = copy.deepcopy(routing)
+    accumulator.loss = Spoilt(V3, slot=1)
+    report = accumulator.step(window([3, 3]))
+    assert report.skipped is not None and "nan" in report.skipped
+    assert difference(state(m), before) == 0.0 and schedule.steps == 1
+    for key, entry in optimizer.state_dict()["state"].items():
+        for name, value in entry.items():
+            assert torch.equal(value, moments["state"][key][name])
+    for name, value in accumulator.state_dict()["routing"].items():
+        assert torch.equal(value, routing["routing"][name])
+    assert all(p.grad is None for p in m.parameters())
+    accumulator.loss = DeepSeekLoss(V3)
+    assert accumulator.step(window([3, 3])).skipped is None and schedule.steps == 2
+
+
+def test_a_guard_discards_the_window_with_its_reason():
+    m = model()
+    before = state(m)
+    report = sgd(m, V3, Balance(), skip_if=lambda norm: f"norm {norm:.1f} > 0" if norm > 0 else None).step(window([6]))
+    assert report.skipped is not None and report.skipped.startswith("norm")
+    assert difference(state(m), before) == 0.0
+
+
+def test_recompute_counts_every_token_once():
+    plain, again = model(), model()
+    for block in [*again.layers, *(k.block for k in again.mtp)]:
+        recompute_in_backward(block)
+    loads = [sgd(m, V3, every_loss(V3, "sequence")).step(window([2, 4])).load for m in (plain, again)]
+    assert torch.equal(*loads)
+    assert int(loads[0][0].sum()) == V3.num_experts_per_tok * int(global_batch()["attention_mask"].sum())
+
+
+def test_recompute_routes_as_the_first_forward_did_even_if_the_bias_moved_between():
+    """A choice is replayed, not made again: here the bias is changed while the backward has not run yet."""
+    m = model()
+    for block in [*m.layers, *(k.block for k in m.mtp)]:
+        recompute_in_backward(block)
+
+    class Meddling(DeepSeekLoss):
+        def __call__(self, module, micro_batch):
+            out = super().__call__(module, micro_batch)
+            for name, bias in module.named_buffers():
+                if name.endswith("correction_bias"):
+                    bias.copy_(torch.randn(bias.shape, generator=torch.Generator().manual_seed(micro_batch.slot)))
+            return out
+
+    def gradients(recomputed):
+        m = model()
+        if recomputed:
+            for block in [*m.layers, *(k.block for k in m.mtp)]:
+                recompute_in_backward(block)
+        kept = {}
+        accumulator = MoEAccumulator(m, torch.optim.SGD(m.parameters(), lr=1.0), loss=Meddling(V3))
+        accumulator.owner.step = lambda: kept.update({n: p.grad.clone() for n, p in m.named_parameters()})
+        accumulator.step(window([3, 3]))
+        return kept
+
+    assert difference(gradients(True), gradients(False)) < 1e-12
+
+
+def test_evaluation_between_steps_changes_nothing():
+    def train(evaluate):
+        m = model()
+        accumulator = sgd(m, V3, every_loss(V3, "previous"))
+        for _ in range(3):
+            accumulator.step(window([2, 4]))
+            if evaluate:
+                with torch.no_grad():
+                    m(global_batch()["input_ids"])
+                m(global_batch()["input_ids"]).sum()  # even with a graph
+        return state(m)
+
+    assert difference(train(True), train(False)) == 0.0
+
+
+def test_padding_is_not_counted():
+    report = sgd(model(), V3, Balance()).step(window([6]))
+    assert int(report.load[0].sum()) == V3.num_experts_per_tok * int(global_batch()["attention_mask"].sum())
+    assert float(report.routed_tokens) == float(global_batch()["attention_mask"].sum())
+
+
+def test_a_last_shorter_window_is_not_lost():
+    got = list(windows([rows(i, i + 1) for i in range(5)], 2))
+    assert [len(w) for w in got] == [2, 2, 1]
+    assert [item.slot for item in got[1]] == [0, 1]
+
+
+def test_every_router_is_balanced_also_that_of_multi_token_prediction():
+    m = model()
+    accumulator = sgd(m, V3, every_loss(V3, "sequence"))
+    report = accumulator.step(window([6]))
+    assert report.load.shape == (3, V3.n_routed_experts)
+    moved = [b for name, b in m.named_buffers() if name.endswith("correction_bias") and bool((b != 0).any())]
+    assert len(moved) == 3
+    assert report.max_violation.shape == (3,) and bool((report.max_violation >= 0).all())
+
+
+def test_max_norm_clips_the_global_norm():
+    m = model()
+    kept = {}
+    accumulator = sgd(m, V3, Balance(), max_norm=0.01)
+    accumulator.owner.step = lambda: kept.update(norm=torch.nn.utils.get_total_norm([p.grad for p in m.parameters()]))
+    report = accumulator.step(window([2, 4]))
+    assert float(report.grad_norm) > 0.01
+    assert abs(float(kept["norm"]) - 0.01) < 1e-6  # torch's rule: norm + 1e-6 in the divisor
+
+
+def test_any_model_that_gives_logits_trains_with_the_causal_loss():
+    m = model()
+    accumulator = MoEAccumulator(m, torch.optim.SGD(m.parameters(), lr=0.1), loss=causal_lm_loss)
+    batch = {k: global_batch()[k] for k in ("input_ids", "labels")}
+    first = accumulator.step(Window([batch]))
+    for _ in range(5):
+        last = accumulator.step(Window([batch]))
+    assert float(last.total) < float(first.total)
+
+
+@pytest.mark.parametrize(
+    ("batch", "sentence"),
+    [
+        ([], "at least one micro-batch"),
+        ([{"input_ids": torch.zeros(1, 4, dtype=torch.int64)}], "has no 'labels'"),
+        ([{"input_ids": torch.zeros(4), "labels": torch.zeros(4)}], "must be \\[batch, tokens\\]"),
+        ([{"input_ids": torch.zeros(1, 4), "labels": torch.zeros(1, 3)}], "not shifted"),
+    ],
+)
+def test_a_bad_window_is_refused_in_words(batch, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        Window(batch)
+
+
+def test_wrong_settings_are_refused_in_words():
+    m = model()
+    optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="scope must be one of"):
+        Balance(scope="global")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="reduce must be"):
+        MoEAccumulator(m, optimizer, reduce="never")
+    with pytest.raises(ValueError, match="needs routers"):
+        MoEAccumulator(torch.nn.Linear(2, 2), optimizer, balance=Balance(alpha=1.0))
