@@ -10,7 +10,6 @@ import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from moetrain.accumulate import MoEAccumulator, StepReport, Window
 from moetrain.accumulate.denominators import count_denominators, sum_over
 from moetrain.config.run import RunConfig
 from moetrain.model import DeepSeekLoss
-from moetrain.observe import RunLog
+from moetrain.observe import RunLog, Value
 from moetrain.parallel.ranks import Ranks
 
 
@@ -75,18 +74,17 @@ def run(
     loss: DeepSeekLoss,
     windows: Callable[[Progress], Iterable[Window]],
     held_out: Callable[[], Iterable[Window]],
-    learning_rate: Any,
     progress: Progress,
     save: Callable[[Progress], None],
     log: RunLog,
     ranks: Ranks,
-    extra: Callable[[StepReport], dict[str, float]],
-) -> dict[str, float]:
+    mfu_per_rate: float | None,
+) -> dict[str, Value]:
     """Trains from ``progress`` to the config's budget; returns the last record.
 
     A discarded window uses up its data, and neither step count nor schedule moves, except that a run of them ends it.
     """
-    record: dict[str, float] = {}
+    record: dict[str, Value] = {}
     discarded = 0
     with StopSignal(ranks) as stop:
         for window in windows(progress):
@@ -105,8 +103,7 @@ def run(
             progress.tokens += config.tokens_per_step
             last = progress.step >= config.total_steps
             if progress.step % config.log.every == 0 or last:
-                record = _record(progress, report) | extra(report)
-                log.step(record)
+                record = log.step(_record(progress, report), mfu_per_rate=mfu_per_rate)
             if config.eval.every and (progress.step % config.eval.every == 0 or last):
                 log.evaluation({"step": progress.step, **evaluate(accumulator.model, loss, held_out(), ranks)})
             stopping = stop.reached()

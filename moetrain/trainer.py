@@ -16,14 +16,20 @@ import torch
 from moetrain import loop
 from moetrain.accumulate import Balance, MoEAccumulator, StepReport, Window
 from moetrain.checkpoint import CheckpointFolder, from_pretrained
-from moetrain.config import RunConfig, refuse_unsupported
+from moetrain.config import (
+    ConstantCosineConstantSchedule,
+    CosineSchedule,
+    RunConfig,
+    StepSchedule,
+    refuse_unsupported,
+)
 from moetrain.data import Data, GlobalBatches, Prefetcher, build_data
 from moetrain.engine import Engine, NativeEngine
 from moetrain.loop import Progress
 from moetrain.model import DeepSeek, DeepSeekLoss
 from moetrain.model.flops import flops_per_token
 from moetrain.observe import RunLog, peak_flops
-from moetrain.optim import LearningRate, build_schedule
+from moetrain.optim import Constant, ConstantCosineConstant, Cosine, LearningRate, Schedule, StepDecay
 from moetrain.parallel.plan import needs_group
 from moetrain.parallel.ranks import Ranks, started
 
@@ -55,11 +61,8 @@ def _train(config: RunConfig, ranks: Ranks) -> Result:
     load = None if config.init_from is None else partial(_load, config.init_from, ranks.device)
     engine = NativeEngine(config, ranks, load=load)
     loss = DeepSeekLoss(config.model)
-    schedule = build_schedule(
-        config.schedule, config.total_steps if config.schedule.unit == "steps" else config.total_steps * config.tokens_per_step
-    )
     learning_rate = LearningRate(
-        engine.optimizer, schedule, peak=config.optimizer.lr, warmup_steps=config.schedule.warmup_steps,
+        engine.optimizer, _schedule(config), peak=config.optimizer.lr, warmup_steps=config.schedule.warmup_steps,
         unit=config.schedule.unit,
     )
     accumulator = MoEAccumulator(
@@ -102,7 +105,7 @@ def _train(config: RunConfig, ranks: Ranks) -> Result:
         tensorboard=config.log.tensorboard == "auto",
     ) as log:
         log.resume_at(progress.step)
-        log.start(_facts(config, ranks, engine, data))
+        log.start(_facts(config, ranks, engine, data), step=progress.step, tokens=progress.tokens)
         if resumed is not None:
             log.note(f"resumed after step {progress.step} from {checkpoints.path}")
         last: dict[str, Any] = {}
@@ -117,9 +120,18 @@ def _train(config: RunConfig, ranks: Ranks) -> Result:
                 save=save,
                 log=log,
                 ranks=ranks,
+                mfu_per_rate=_mfu_per_rate(config, ranks),
             )
         log.note(f"done: {progress.step} steps; metrics: {config.run_dir / 'metrics.jsonl'}")
     return Result(config.run_dir, progress.step, last)
+
+
+def _mfu_per_rate(config: RunConfig, ranks: Ranks) -> float | None:
+    """FLOPs a token needs over FLOP/s of all devices: times tokens/s this is the MFU. None: peak unknown."""
+    if ranks.device.type != "cuda":
+        return None
+    peak = peak_flops(torch.cuda.get_device_name(ranks.device))
+    return None if peak is None else flops_per_token(config.model, config.data.seq_len) / (peak * ranks.world)
 
 
 def _load(folder: Path, device: torch.device, dtype: torch.dtype) -> DeepSeek:
@@ -134,6 +146,23 @@ class _CountingScheduler:
 
     def step(self) -> None:
         self.learning_rate.step(self.tokens)
+
+
+def _schedule(config: RunConfig) -> Schedule:
+    """The schedule, with its lengths in its unit."""
+    schedule = config.schedule
+    total = config.total_steps * (config.tokens_per_step if schedule.unit == "tokens" else 1)
+    match schedule:
+        case CosineSchedule():
+            return Cosine(total, schedule.final)
+        case StepSchedule():
+            return StepDecay([share * total for share in schedule.at], schedule.factor)
+        case ConstantCosineConstantSchedule():
+            return ConstantCosineConstant(
+                schedule.constant, schedule.cosine, schedule.ratio, schedule.hold, schedule.last
+            )
+        case _:
+            return Constant()
 
 
 def _balance(config: RunConfig) -> Balance:

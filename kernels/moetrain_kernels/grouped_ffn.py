@@ -26,6 +26,13 @@ def _sum_rows(y_ND: Tensor, position_N: Tensor, offset_R: Tensor) -> Tensor:
     return torch.ops.aten._embedding_bag_forward_only(y_ND, position_N, offset_R, False, 0, False)[0]  # type: ignore[no-any-return]
 
 
+def _weighted(h_Nm: Tensor, weight_N: Tensor) -> Tensor:
+    """Rows times router weights, in h's dtype; h is used up."""
+    if h_Nm.dtype == weight_N.dtype:
+        return h_Nm.mul_(weight_N.unsqueeze(1))
+    return (h_Nm * weight_N.unsqueeze(1)).to(h_Nm.dtype)
+
+
 def _weight_grad(weight: Tensor, in_place: bool) -> tuple[Tensor, bool]:
     """The buffer that collects a stacked weight's gradient, and whether something is in it already."""
     if in_place and weight.grad is not None:
@@ -67,8 +74,7 @@ class _GroupedSwiGLU(torch.autograd.Function):
         for x, w, out in zip(x_ND.split(counts), gate_up.unbind(0), gu.split(counts), strict=True):
             if x.shape[0]:
                 torch.mm(x, w.t(), out=out)
-        h = F.silu(gu[:, :m]).mul_(gu[:, m:])
-        h = (h * weight_N.unsqueeze(1)).to(x_RD.dtype)
+        h = _weighted(F.silu(gu[:, :m]).mul_(gu[:, m:]), weight_N)
         y_ND = x_ND  # same shape; the gathered rows are not needed any more
         for x, w, out in zip(h.split(counts), down.unbind(0), y_ND.split(counts), strict=True):
             if x.shape[0]:
@@ -84,7 +90,6 @@ class _GroupedSwiGLU(torch.autograd.Function):
         gate_up, down, counts, in_place = ctx.gate_up, ctx.down, ctx.counts, ctx.in_place
         m = down.shape[2]
         g, u = gu[:, :m], gu[:, m:]
-        weight_N1 = weight_N.unsqueeze(1)
 
         dy_ND = dy_RD.index_select(0, row_N)
         dy_groups = dy_ND.split(counts)
@@ -98,8 +103,8 @@ class _GroupedSwiGLU(torch.autograd.Function):
         d_down = None
         if ctx.needs_input_grad[2]:
             d_down, add = _weight_grad(down, in_place)
-            _products(d_down, dy_groups, (h * weight_N1).to(gu.dtype).split(counts), add)
-        dh = dh.mul_(weight_N1)
+            _products(d_down, dy_groups, _weighted(h, weight_N).split(counts), add)
+        dh = _weighted(dh, weight_N)
         dgu = torch.empty_like(gu)
         torch.mul(dh, act, out=dgu[:, m:])
         torch.ops.aten.silu_backward.grad_input(dh.mul_(u), g, grad_input=dgu[:, :m])

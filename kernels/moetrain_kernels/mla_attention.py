@@ -23,22 +23,38 @@ KEEP_PROBABILITIES = 1024  # up to this T the softmax output is kept for the bac
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
     """Turns the pairs (x[2i], x[2i + 1]) by the angle i: x, out [..., P]; cos, sin [..., P / 2], broadcastable."""
+    if _is_complex(x) and _is_complex(out):
+        turn = torch.complex(cos.to(x.dtype), sin.to(x.dtype))
+        torch.mul(_as_complex(x), turn, out=_as_complex(out))
+        return out
     even, odd = x[..., 0::2], x[..., 1::2]
     torch.mul(even, cos, out=out[..., 0::2]).addcmul_(odd, sin, value=-1.0)
     torch.mul(odd, cos, out=out[..., 1::2]).addcmul_(even, sin)
     return out
 
 
-def _probabilities(q: Tensor, k: Tensor, start: int, visible: Tensor | None) -> Tensor:
-    """Softmax of one block of scores: q [BH, b, D], k [BH, end, D] -> [BH, b, end], at least fp32."""
+def _is_complex(x: Tensor) -> bool:
+    """Whether pairs of x can be seen as complex numbers: one pass instead of four, where widths are even."""
+    even = x.storage_offset() % 2 == 0 and x.stride(-1) == 1 and all(s % 2 == 0 for s in x.stride()[:-1])
+    return even and x.dtype in (torch.float32, torch.float64)
+
+
+def _as_complex(x: Tensor) -> Tensor:
+    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+
+
+def _probabilities(q: Tensor, k: Tensor, start: int, later: Tensor, visible: Tensor | None) -> Tensor:
+    """Softmax of one block of scores: q [BH, b, D], k [BH, end, D] -> [BH, b, end], at least fp32.
+
+    ``later`` is True where a key of the block's own positions comes after the query.
+    """
     scores = torch.bmm(q, k.transpose(1, 2))
     stat = torch.promote_types(scores.dtype, torch.float32)
     b = q.shape[1]
     if visible is not None:
         heads = scores.shape[0] // visible.shape[0]
         scores.view(visible.shape[0], heads, *scores.shape[1:]).masked_fill_(~visible.unsqueeze(1), -torch.inf)
-    later = torch.ones(b, b, dtype=torch.bool, device=q.device).triu_(1)
-    scores[:, :, start:].masked_fill_(later, -torch.inf)
+    scores[:, :, start:].masked_fill_(later[:b, :b], -torch.inf)
     return torch.softmax(scores, dim=-1, dtype=stat)
 
 
@@ -63,10 +79,11 @@ class _MLAttention(torch.autograd.Function):
         out = q.new_empty(B * H, T, V)
         keep = T <= KEEP_PROBABILITIES and any(ctx.needs_input_grad)
         kept = []
+        later = _later(q)
         for start in range(0, T, BLOCK):
             end = min(start + BLOCK, T)
-            p = _probabilities(Q[:, start:end], K[:, :end], start, _visible(document, start, end)).to(q.dtype)
-            torch.bmm(p, Vs[:, :end], out=out[:, start:end])
+            p = _probabilities(Q[:, start:end], K[:, :end], start, later, _visible(document, start, end)).to(q.dtype)
+            out[:, start:end] = torch.bmm(p, Vs[:, :end])
             if keep:
                 kept.append(p)
         ctx.save_for_backward(Q, K, Vs, cos, sin, document, *kept)
@@ -81,16 +98,22 @@ class _MLAttention(torch.autograd.Function):
         P, V = ctx.P, Vs.shape[-1]
         N = QK - P
         dout = dy.view(B, T, H, V).transpose(1, 2).reshape(B * H, T, V)
-        dQ, dK, dV = torch.empty_like(Q), torch.zeros_like(K), torch.zeros_like(Vs)
-        for i, start in enumerate(range(0, T, BLOCK)):
+        later = _later(Q)
+        dQ = torch.empty_like(Q)
+        # from the last block, whose keys are all keys: its products are the whole of dK and dV, to which others add
+        for i, start in reversed(list(enumerate(range(0, T, BLOCK)))):
             end = min(start + BLOCK, T)
             q, k, do = Q[:, start:end], K[:, :end], dout[:, start:end]
-            p = kept[i] if kept else _probabilities(q, k, start, _visible(document, start, end)).to(Q.dtype)
-            dV[:, :end].baddbmm_(p.transpose(1, 2), do)
+            p = kept[i] if kept else _probabilities(q, k, start, later, _visible(document, start, end)).to(Q.dtype)
             dp = torch.bmm(do, Vs[:, :end].transpose(1, 2))
             ds = torch._softmax_backward_data(dp, p, -1, p.dtype)
-            torch.bmm(ds, k, out=dQ[:, start:end])
-            dK[:, :end].baddbmm_(ds.transpose(1, 2), q)
+            dQ[:, start:end] = torch.bmm(ds, k)
+            if end == T:
+                dV, dK = torch.bmm(p.transpose(1, 2), do), torch.bmm(ds.transpose(1, 2), q)
+            else:
+                # products into a part of a tensor run matrix by matrix; into one of their own, as a batch
+                dV[:, :end] += torch.bmm(p.transpose(1, 2), do)
+                dK[:, :end] += torch.bmm(ds.transpose(1, 2), q)
         dQ, dK = dQ.view(B, H, T, QK), dK.view(B, H, T, QK)
         dq = dy.new_empty(B, T, H, QK)
         dqt = dq.transpose(1, 2)
@@ -103,6 +126,10 @@ class _MLAttention(torch.autograd.Function):
         dkvt[..., N:].copy_(dV.view(B, H, T, V))
         dk = dK[..., N:].sum(1)
         return dq, dkv, rotate_pairs(dk, cos, -sin, torch.empty_like(dk)), None, None, None, None
+
+
+def _later(x: Tensor) -> Tensor:
+    return torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=x.device).triu_(1)
 
 
 def _visible(document: Tensor | None, start: int, end: int) -> Tensor | None:
