@@ -179,7 +179,9 @@ def measure(shape: str, sides: list[str], rounds: int, threads: int) -> list[dic
             "shape": shape,
             "side": side,
             "tokens_per_s": round(tokens / statistics.median(seconds[side])),
-            "moetrain_is_faster_by": round(statistics.median(t / o for t, o in zip(seconds[side], ours, strict=True)), 3),
+            "moetrain_is_faster_by": round(
+                statistics.median(t / o for t, o in zip(seconds[side], ours, strict=True)), 3
+            ),
             "peak_mib": round(peak[side]),
             "rounds": rounds,
             "threads": threads,

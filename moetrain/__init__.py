@@ -5,8 +5,6 @@ at once instead of waiting for torch.
 """
 
 import importlib
-import sys
-import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
     from moetrain.checkpoint.hugging_face import from_pretrained, save_pretrained
     from moetrain.config import ModelConfig, RunConfig, load_config
     from moetrain.errors import UserError
-    from moetrain.train import train
+    from moetrain.trainer import train
 
 __version__ = "0.1.0.dev0"
 
@@ -42,7 +40,7 @@ _HOME = {
     "RunConfig": "moetrain.config",
     "load_config": "moetrain.config",
     "UserError": "moetrain.errors",
-    "train": "moetrain.train",
+    "train": "moetrain.trainer",
 }
 
 __all__ = [
@@ -75,15 +73,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Package(types.ModuleType):
-    """Keeps ``moetrain.train`` the function: importing the module of that name would put itself there."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "train" and isinstance(value, types.ModuleType):
-            value = value.train
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from moetrain import loop
-from moetrain.accumulate import Balance, MoEAccumulator, StepReport, Window
-from moetrain.checkpoint import CheckpointFolder, from_pretrained
+from moetrain.accumulate import Balance, MoEAccumulator, Window
+from moetrain.checkpoint import CheckpointFolder
 from moetrain.config import (
     ConstantCosineConstantSchedule,
     CosineSchedule,
@@ -27,7 +27,6 @@ from moetrain.data import Data, GlobalBatches, Prefetcher, build_data
 from moetrain.engine import Engine, NativeEngine
 from moetrain.loop import Progress
 from moetrain.model import DeepSeek, DeepSeekLoss
-from moetrain.model.flops import flops_per_token
 from moetrain.observe import RunLog, peak_flops
 from moetrain.optim import Constant, ConstantCosineConstant, Cosine, LearningRate, Schedule, StepDecay
 from moetrain.parallel.plan import needs_group
@@ -62,7 +61,10 @@ def _train(config: RunConfig, ranks: Ranks) -> Result:
     engine = NativeEngine(config, ranks, load=load)
     loss = DeepSeekLoss(config.model)
     learning_rate = LearningRate(
-        engine.optimizer, _schedule(config), peak=config.optimizer.lr, warmup_steps=config.schedule.warmup_steps,
+        engine.optimizer,
+        _schedule(config),
+        peak=config.optimizer.lr,
+        warmup_steps=config.schedule.warmup_steps,
         unit=config.schedule.unit,
     )
     accumulator = MoEAccumulator(
@@ -77,9 +79,11 @@ def _train(config: RunConfig, ranks: Ranks) -> Result:
     )
     progress = Progress()
     checkpoints = CheckpointFolder(config.run_dir / "checkpoints", keep=config.checkpoint.keep)
-    resumed = None
+    resumed, damaged = None, list[str]()
     if config.checkpoint.resume == "auto":
-        resumed = checkpoints.load_latest(model=engine.model, optimizer=engine.optimizer)
+        resumed = checkpoints.load_latest(
+            model=engine.model, optimizer=engine.optimizer, config=config.model_dump(mode="json"), warn=damaged.append
+        )
     if resumed is not None:
         progress = Progress(**resumed["progress"])
         learning_rate.load_state_dict(resumed["learning_rate"])
@@ -106,6 +110,8 @@ def _train(config: RunConfig, ranks: Ranks) -> Result:
     ) as log:
         log.resume_at(progress.step)
         log.start(_facts(config, ranks, engine, data), step=progress.step, tokens=progress.tokens)
+        for sentence in damaged:
+            log.note(sentence)
         if resumed is not None:
             log.note(f"resumed after step {progress.step} from {checkpoints.path}")
         last: dict[str, Any] = {}
@@ -131,10 +137,14 @@ def _mfu_per_rate(config: RunConfig, ranks: Ranks) -> float | None:
     if ranks.device.type != "cuda":
         return None
     peak = peak_flops(torch.cuda.get_device_name(ranks.device))
+    from moetrain.model.flops import flops_per_token
+
     return None if peak is None else flops_per_token(config.model, config.data.seq_len) / (peak * ranks.world)
 
 
 def _load(folder: Path, device: torch.device, dtype: torch.dtype) -> DeepSeek:
+    from moetrain.checkpoint.hugging_face import from_pretrained
+
     return from_pretrained(folder, dtype=dtype, device=device)
 
 
@@ -215,7 +225,7 @@ def _facts(config: RunConfig, ranks: Ranks, engine: Engine, data: Data) -> dict[
         "run": f"{config.name}, {config.total_steps} steps, in {config.run_dir}",
         "model": f"{parameters / 1e6:,.1f} M parameters, {config.model.model_type}",
         "data": data.describe(),
-        "batch": f"{config.batch.global_batch} sequences of {config.data.seq_len} tokens a step; {ranks.world} rank(s), "
+        "batch": f"{config.batch.global_batch} sequences of {config.data.seq_len} tokens a step; {ranks.world} ranks, "
         f"windows of {-(-per_rank // config.batch.micro_batch)} micro-batches of {config.batch.micro_batch}",
         "device": f"{device}, {torch.get_num_threads()} threads a rank" if device == "cpu" else device,
         "engine": "native",

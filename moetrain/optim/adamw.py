@@ -1,7 +1,7 @@
 """AdamW with the right parameters under weight decay.
 
-Matrices decay (linear layers, embedding, head, gate, stacked experts); vectors (norms) do not. The routing bias is a buffer
-and no optimizer ever sees it.
+Matrices decay (linear layers, embedding, head, gate, stacked experts); vectors (norms) do not. The routing bias is a
+buffer and no optimizer ever sees it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Learning-rate schedules as DeepSeek published them, by steps or by tokens.
 
-A schedule is a function from how far a run is to a fraction of the peak rate. ``LearningRate`` counts accepted steps and
-sets the optimizer's rate; it is stepped by whoever knows that a step was accepted.
+A schedule is a function from how far a run is to a fraction of the peak rate. ``LearningRate`` counts accepted steps
+and sets the optimizer's rate; it is stepped by whoever knows that a step was accepted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Cosine:
 
 
 class StepDecay:
-    """Multiplied by ``factor_each`` at each of the points ``at`` (V2 paper 3.1.2: 0.316 at 60 % and 90 % of the tokens)."""
+    """Multiplied by ``factor_each`` at each of ``at`` (V2 paper 3.1.2: 0.316 at 60 % and 90 % of the tokens)."""
 
     def __init__(self, at: Sequence[float], factor_each: float) -> None:
         self.at, self.factor_each = tuple(at), factor_each
@@ -47,8 +47,8 @@ class StepDecay:
 
 
 class ConstantCosineConstant:
-    """V3's (V3 paper 4.2): the peak for ``constant``, a half cosine to ``ratio`` over ``cosine``, ``ratio`` for ``hold``, then
-    ``last``. Published: 10T, 4.3T to 0.1, 333B, then 7.3e-6 of 2.2e-4."""
+    """V3's (V3 paper 4.2): the peak for ``constant``, a half cosine to ``ratio`` over ``cosine``, ``ratio`` for
+    ``hold``, then ``last``. Published: 10T, 4.3T to 0.1, 333B, then 7.3e-6 of 2.2e-4."""
 
     def __init__(self, constant: float, cosine: float, ratio: float, hold: float, last: float) -> None:
         self.constant, self.cosine, self.ratio, self.hold, self.last = constant, cosine, ratio, hold, last

@@ -79,9 +79,7 @@ def theirs_from(config: dict[str, Any], **over: Any) -> nn.Module:
     if yarn is not None:
         rope |= {**{k: v for k, v in yarn.items() if k != "type"}, "rope_type": "yarn"}
     v3 = keys.pop("model_type") == "deepseek_v3"
-    make, cls = (
-        (t.DeepseekV3Config, t.DeepseekV3ForCausalLM) if v3 else (t.DeepseekV2Config, t.DeepseekV2ForCausalLM)
-    )
+    make, cls = (t.DeepseekV3Config, t.DeepseekV3ForCausalLM) if v3 else (t.DeepseekV2Config, t.DeepseekV2ForCausalLM)
     hf = make(**keys, rope_parameters=rope, use_cache=False, **over)
     hf._attn_implementation, hf._experts_implementation = "eager", "eager"  # every dtype
     return cls(hf)
@@ -93,7 +91,9 @@ def as_theirs(named: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, value in named.items():
         full = name if name.startswith("lm_head") else f"model.{name}"
         if name.endswith("gate_up_proj.weight"):
-            out[full.replace("gate_up_proj", "gate_proj")], out[full.replace("gate_up_proj", "up_proj")] = value.chunk(2)
+            out[full.replace("gate_up_proj", "gate_proj")], out[full.replace("gate_up_proj", "up_proj")] = value.chunk(
+                2
+            )
         else:
             out[full] = value
     return out

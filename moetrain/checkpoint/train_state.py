@@ -1,0 +1,320 @@
+"""A run's state on disk: saved at window boundaries, whole or not at all, on any layout and back on any other.
+
+Tensors go through torch's distributed checkpoint (DCP), which writes every shard once and reshards at load. Around it stands
+what DCP does not promise: a checkpoint counts only with its manifest, which is written last and names every file with
+size and checksum, and the folder gets its name only then. A kill at any moment leaves the last confirmed checkpoint as it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from moetrain.errors import UserError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+EXTRA = "extra.pt"
+#: keys of a saved config that a resumed run may not change: they make the tensors
+SHAPE_KEYS = ("model",)
+
+
+class DamagedError(Exception):
+    """A checkpoint that must not be used, and why."""
+
+
+class CheckpointFolder:
+    """The checkpoints of one run.
+
+    Args:
+        path: holds ``step_00000012`` and so on.
+        keep: how many to keep.
+
+    Every rank makes the same calls. Without a process group there is one rank.
+    """
+
+    def __init__(self, path: Path, keep: int = 2) -> None:
+        self.path, self.keep = path, keep
+
+    def save(
+        self,
+        step: int,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        extra: dict[str, Any],
+        config: dict[str, Any],
+    ) -> None:
+        """Writes the state after ``step``; when this returns it is confirmed: on disk, complete, with its manifest.
+
+        Args:
+            step: number in the folder's name.
+            model, optimizer: plain or sharded; buffers and the optimizer's moments are included.
+            extra: nested dict of numbers, strings and tensors, the same on every rank.
+            config: written into the manifest.
+
+        Raises:
+            UserError: the disk is full or not writable; the checkpoints before stay.
+        """
+        final = self.path / f"step_{step:08d}"
+        partial = final.with_suffix(".partial")
+        with _disk_errors(self.path):
+            if _rank() == 0:
+                self._remove_leftovers()
+                partial.mkdir(parents=True)
+            _barrier()
+            state = {"model": _model_state(model), "optimizer": _optimizer_state(model, optimizer)}
+            dcp.save(state, checkpoint_id=partial, no_dist=not _distributed())
+            if _rank() == 0:
+                torch.save(extra, partial / EXTRA)
+                _write_manifest(partial, step, config)
+                if final.exists():  # of a run that was resumed from an earlier one
+                    shutil.rmtree(final)
+                partial.rename(final)
+                _sync(self.path)
+                for old in self._steps()[: -self.keep]:
+                    shutil.rmtree(self._folder(old))
+            _barrier()
+
+    def latest(self) -> int | None:
+        """Step of the newest checkpoint that has a manifest and all its files in full size."""
+        for step in reversed(self._steps()):
+            try:
+                _manifest(self._folder(step), checksums=False)
+            except DamagedError:
+                continue
+            return step
+        return None
+
+    def load_latest(
+        self,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: dict[str, Any] | None = None,
+        warn: Callable[[str], None] = print,
+    ) -> dict[str, Any] | None:
+        """Loads the newest whole checkpoint into model and optimizer, in whatever layout they are now.
+
+        Args:
+            model, optimizer: filled in place.
+            config: the run's; checked against the saved one where it makes the tensors.
+            warn: told of damaged checkpoints that are passed over.
+
+        Returns:
+            the saved ``extra``, or None where there is no checkpoint.
+
+        Raises:
+            UserError: all checkpoints are damaged, or the newest is of another model.
+        """
+        step = self._choose(warn)
+        if step is None:
+            return None
+        folder = self._folder(step)
+        if config is not None:
+            _compare(folder, _manifest(folder, checksums=False)["config"], config)
+        state = {"model": _model_state(model), "optimizer": _optimizer_state(model, optimizer)}
+        try:
+            dcp.load(state, checkpoint_id=folder, no_dist=not _distributed())
+        except Exception as error:  # DCP wraps what it meets in an exception of its own
+            reason = str(error).strip().splitlines()[-1][:200]
+            raise UserError(
+                f"checkpoint {folder} does not fit this model ({reason}); use the config it was made with, "
+                "another run_dir, or checkpoint.resume=never"
+            ) from error
+        set_model_state_dict(model, state["model"])
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        extra: dict[str, Any] = torch.load(folder / EXTRA, weights_only=True)
+        return extra
+
+    # -- which one ----------------------------------------------------------------------------------------------------
+
+    def _choose(self, warn: Callable[[str], None]) -> int | None:
+        """Rank 0 looks, everyone takes what it found."""
+        answer: list[Any] = [None, None]
+        if _rank() == 0:
+            try:
+                answer[0] = self._newest_whole(warn)
+            except UserError as error:
+                answer[1] = str(error)
+        if _distributed():
+            dist.broadcast_object_list(answer, src=0)
+        if answer[1] is not None:
+            raise UserError(answer[1])
+        found: int | None = answer[0]
+        return found
+
+    def _newest_whole(self, warn: Callable[[str], None]) -> int | None:
+        reasons = []
+        for step in reversed(self._steps()):
+            try:
+                _manifest(self._folder(step), checksums=True)
+            except DamagedError as error:
+                reasons.append(f"{self._folder(step)} {error}")
+                continue
+            for reason in reasons:
+                warn(f"checkpoint {reason}: passed over, going on from step {step}")
+            return step
+        if reasons:
+            raise UserError(
+                f"no checkpoint in {self.path} is whole ({'; '.join(reasons)}); remove it to start afresh, or use "
+                "checkpoint.resume=never or another run_dir"
+            )
+        return None
+
+    def _steps(self) -> list[int]:
+        if not self.path.is_dir():
+            return []
+        names = (p.name.removeprefix("step_") for p in self.path.iterdir() if p.name.startswith("step_") and p.is_dir())
+        return sorted(int(name) for name in names if name.isdigit())
+
+    def _folder(self, step: int) -> Path:
+        return self.path / f"step_{step:08d}"
+
+    def _remove_leftovers(self) -> None:
+        """Half-written folders of saves that were killed."""
+        for left in self.path.glob("step_*.partial"):
+            shutil.rmtree(left)
+
+
+# -- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def _model_state(model: nn.Module) -> dict[str, Any]:
+    return get_model_state_dict(model)
+
+
+def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """By parameter name, so that it loads where groups are cut otherwise."""
+    return get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+
+
+# -- manifest ---------------------------------------------------------------------------------------------------------
+
+
+def _write_manifest(folder: Path, step: int, config: dict[str, Any]) -> None:
+    files = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        _sync(path)
+    manifest = {"format": FORMAT, "step": step, "world_size": _world(), "files": files, "config": config}
+    path = folder / MANIFEST
+    path.write_text(json.dumps(manifest, indent=1))
+    _sync(path)
+    _sync(folder)
+
+
+def _manifest(folder: Path, *, checksums: bool) -> dict[str, Any]:
+    """The manifest of a whole checkpoint; DamagedError says what is wrong with another."""
+    try:
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+        files = manifest["files"]
+        version = manifest["format"]
+    except FileNotFoundError:
+        raise DamagedError("has no manifest, so it was never finished") from None
+    except (OSError, ValueError, KeyError, TypeError):
+        raise DamagedError("has a damaged manifest") from None
+    if version != FORMAT:
+        raise DamagedError(f"has format {version}, and this version reads {FORMAT}")
+    for name, entry in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise DamagedError(f"lacks {name}")
+        if path.stat().st_size != entry["bytes"]:
+            raise DamagedError(f"has {name} with {path.stat().st_size} bytes instead of {entry['bytes']}")
+        if checksums and _sha256(path) != entry["sha256"]:
+            raise DamagedError(f"has {name} with a wrong checksum")
+    return manifest
+
+
+def _compare(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
+    for key in SHAPE_KEYS:
+        before, after = saved.get(key), now.get(key)
+        if before == after:
+            continue
+        if isinstance(before, dict) and isinstance(after, dict):
+            inner = next(k for k in sorted({*before, *after}) if before.get(k) != after.get(k))
+            key, before, after = f"{key}.{inner}", before.get(inner), after.get(inner)
+        raise UserError(
+            f"checkpoint {folder} was made with {key} {before}, and this run has {after}; use the same value, "
+            "another run_dir, or checkpoint.resume=never"
+        )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
+
+
+def _digest(file: Any) -> str:
+    """``hashlib.file_digest`` of Python 3.10."""
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Waits until a file or folder is on the disk, and not only promised."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class _disk_errors:
+    """Turns what a disk says into a sentence."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        cause = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__ or cause.__context__
+        if isinstance(cause, OSError):
+            raise UserError(
+                f"the checkpoint could not be written to {self.path} ({cause.strerror}); make room or give another "
+                "run_dir; checkpoints before it are whole"
+            ) from error
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _rank() -> int:
+    return dist.get_rank() if _distributed() else 0
+
+
+def _world() -> int:
+    return dist.get_world_size() if _distributed() else 1
+
+
+def _barrier() -> None:
+    if _distributed():
+        dist.barrier()
