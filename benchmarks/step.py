@@ -2,10 +2,10 @@
 
     python benchmarks/step.py --shapes tiny small wide-experts --rounds 6
 
-Each side lives in a process of its own (so that peak memory is its own) and steps only when it is its turn; a round is one
-step of each, and the ratio is taken round by round, so a machine whose speed drifts cannot favour either. Both load one
-folder in the released format; the losses of the first step are compared before anything is timed. fp32, CPU, AdamW
-(fused), clipping at 1.0, windows of 4 micro-batches of 4 x 256 tokens.
+Each side lives in a process of its own (so that peak memory is its own) and steps only when it is its turn; a round is
+one step of each, and the ratio is taken round by round, so a machine whose speed drifts cannot favour either. Both
+load one folder in the released format; the losses of the first step are compared before anything is timed. fp32, CPU,
+AdamW (fused), clipping at 1.0, windows of 4 micro-batches of 4 x 256 tokens.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch
 
 from moetrain import loop
 from moetrain.accumulate import Balance, MoEAccumulator, Window
-from moetrain.checkpoint import CheckpointFolder
+from moetrain.checkpoint import CheckpointFolder, from_pretrained
 from moetrain.config import (
     ConstantCosineConstantSchedule,
     CosineSchedule,
@@ -27,6 +27,7 @@ from moetrain.data import Data, GlobalBatches, Prefetcher, build_data
 from moetrain.engine import Engine, NativeEngine
 from moetrain.loop import Progress
 from moetrain.model import DeepSeek, DeepSeekLoss
+from moetrain.model.flops import flops_per_token
 from moetrain.observe import RunLog, peak_flops
 from moetrain.optim import Constant, ConstantCosineConstant, Cosine, LearningRate, Schedule, StepDecay
 from moetrain.parallel.plan import needs_group
@@ -137,14 +138,10 @@ def _mfu_per_rate(config: RunConfig, ranks: Ranks) -> float | None:
     if ranks.device.type != "cuda":
         return None
     peak = peak_flops(torch.cuda.get_device_name(ranks.device))
-    from moetrain.model.flops import flops_per_token
-
     return None if peak is None else flops_per_token(config.model, config.data.seq_len) / (peak * ranks.world)
 
 
 def _load(folder: Path, device: torch.device, dtype: torch.dtype) -> DeepSeek:
-    from moetrain.checkpoint.hugging_face import from_pretrained
-
     return from_pretrained(folder, dtype=dtype, device=device)
 
 

@@ -100,18 +100,16 @@ class DDPOwner(PlainOwner):
     backward from the first: then its gradients are summed here after the last backward, without overlap.
     """
 
-    def __init__(
-        self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, *, every_micro_batch: bool = False
-    ) -> None:
+    def __init__(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(model, optimizer, (model.process_group,))
-        self.ddp, self.every, self.silent = model, every_micro_batch, False
+        self.ddp, self.silent = model, False
         model.register_comm_hook(model.process_group, _sum_bucket)
 
     def begin(self, *, all_forwards_first: bool) -> None:
         self.silent = all_forwards_first
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
-        if not self.silent and (last or self.every):
+        if last and not self.silent:
             return nullcontext()
         silent: AbstractContextManager[Any] = self.ddp.no_sync()
         return silent
@@ -169,8 +167,12 @@ def owner_of(
     every_micro_batch: bool = False,
 ) -> GradientOwner:
     """The owner that fits the model's wrapper."""
-    if isinstance(model, DistributedDataParallel):
-        return DDPOwner(model, optimizer, every_micro_batch=every_micro_batch)
     if is_fsdp(model):
         return FSDPOwner(model, optimizer, every_micro_batch=every_micro_batch)
+    if every_micro_batch:
+        raise ValueError(
+            "reduce='micro_batch' needs FSDP2: elsewhere gradients are whole anyway, and it would save nothing"
+        )
+    if isinstance(model, DistributedDataParallel):
+        return DDPOwner(model, optimizer)
     return PlainOwner(model, optimizer, groups)

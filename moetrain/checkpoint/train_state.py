@@ -1,8 +1,10 @@
 """A run's state on disk: saved at window boundaries, whole or not at all, on any layout and back on any other.
 
-Tensors go through torch's distributed checkpoint (DCP), which writes every shard once and reshards at load. Around it stands
+Tensors go through torch's distributed checkpoint (DCP), which writes every shard once and reshards at load. Around it
+stands
 what DCP does not promise: a checkpoint counts only with its manifest, which is written last and names every file with
-size and checksum, and the folder gets its name only then. A kill at any moment leaves the last confirmed checkpoint as it was.
+size and checksum, and the folder gets its name only then. A kill at any moment leaves the last confirmed checkpoint as
+it was.
 """
 
 from __future__ import annotations
@@ -11,14 +13,15 @@ import hashlib
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -26,6 +29,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from moetrain.errors import UserError
 
@@ -73,25 +78,38 @@ class CheckpointFolder:
         Raises:
             UserError: the disk is full or not writable; the checkpoints before stay.
         """
-        final = self.path / f"step_{step:08d}"
+        final = self._folder(step)
         partial = final.with_suffix(".partial")
-        with _disk_errors(self.path):
-            if _rank() == 0:
-                self._remove_leftovers()
-                partial.mkdir(parents=True)
-            _barrier()
-            state = {"model": _model_state(model), "optimizer": _optimizer_state(model, optimizer)}
-            dcp.save(state, checkpoint_id=partial, no_dist=not _distributed())
-            if _rank() == 0:
-                torch.save(extra, partial / EXTRA)
-                _write_manifest(partial, step, config)
-                if final.exists():  # of a run that was resumed from an earlier one
-                    shutil.rmtree(final)
-                partial.rename(final)
-                _sync(self.path)
-                for old in self._steps()[: -self.keep]:
-                    shutil.rmtree(self._folder(old))
-            _barrier()
+
+        def prepare() -> None:
+            self._remove_leftovers()
+            partial.mkdir(parents=True)
+
+        def confirm() -> None:
+            torch.save(extra, partial / EXTRA)
+            _write_manifest(partial, step, config)
+            if final.exists():  # of a run that was resumed from an earlier one
+                shutil.rmtree(final)
+            partial.rename(final)
+            _sync(self.path)
+            for old in self._steps()[: -self.keep]:
+                shutil.rmtree(self._folder(old))
+
+        state = {"model": _model_state(model), "optimizer": _optimizer_state(model, optimizer)}
+        try:
+            _on_first_rank(prepare)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is fine
+                dcp_save(state, checkpoint_id=partial, no_dist=not _distributed())
+            _on_first_rank(confirm)
+        except (OSError, CheckpointException) as error:
+            cause = _cause(error)
+            if not isinstance(cause, OSError):
+                raise
+            raise UserError(
+                f"the checkpoint could not be written to {self.path} ({cause.strerror}); make room or give another "
+                "run_dir; checkpoints before it are whole"
+            ) from error
 
     def latest(self) -> int | None:
         """Step of the newest checkpoint that has a manifest and all its files in full size."""
@@ -132,9 +150,11 @@ class CheckpointFolder:
             _compare(folder, _manifest(folder, checksums=False)["config"], config)
         state = {"model": _model_state(model), "optimizer": _optimizer_state(model, optimizer)}
         try:
-            dcp.load(state, checkpoint_id=folder, no_dist=not _distributed())
-        except Exception as error:  # DCP wraps what it meets in an exception of its own
-            reason = str(error).strip().splitlines()[-1][:200]
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp_load(state, checkpoint_id=folder, no_dist=not _distributed())
+        except CheckpointException as error:
+            reason = str(_cause(error)).strip().splitlines()[-1][:200]
             raise UserError(
                 f"checkpoint {folder} does not fit this model ({reason}); use the config it was made with, "
                 "another run_dir, or checkpoint.resume=never"
@@ -148,17 +168,7 @@ class CheckpointFolder:
 
     def _choose(self, warn: Callable[[str], None]) -> int | None:
         """Rank 0 looks, everyone takes what it found."""
-        answer: list[Any] = [None, None]
-        if _rank() == 0:
-            try:
-                answer[0] = self._newest_whole(warn)
-            except UserError as error:
-                answer[1] = str(error)
-        if _distributed():
-            dist.broadcast_object_list(answer, src=0)
-        if answer[1] is not None:
-            raise UserError(answer[1])
-        found: int | None = answer[0]
+        found: int | None = _on_first_rank(lambda: self._newest_whole(warn))
         return found
 
     def _newest_whole(self, warn: Callable[[str], None]) -> int | None:
@@ -280,26 +290,6 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-class _disk_errors:
-    """Turns what a disk says into a sentence."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        cause = error
-        while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__cause__ or cause.__context__
-        if isinstance(cause, OSError):
-            raise UserError(
-                f"the checkpoint could not be written to {self.path} ({cause.strerror}); make room or give another "
-                "run_dir; checkpoints before it are whole"
-            ) from error
-
-
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
@@ -315,6 +305,23 @@ def _world() -> int:
     return dist.get_world_size() if _distributed() else 1
 
 
-def _barrier() -> None:
+def _on_first_rank(do: Callable[[], Any]) -> Any:
+    """Runs ``do`` on rank 0; its result, or its error, is every rank's, so that nobody waits for a rank that gave up."""
+    answer: list[Any] = [None, None]
+    if _rank() == 0:
+        try:
+            answer[0] = do()
+        except (OSError, UserError) as error:
+            answer[1] = error
     if _distributed():
-        dist.barrier()
+        dist.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What went wrong inside DCP, which hands errors on as (error, traceback) by rank."""
+    if isinstance(error, CheckpointException) and error.failures:
+        return next(iter(error.failures.values()))[0]
+    return error

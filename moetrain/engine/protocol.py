@@ -25,7 +25,14 @@ class Engine(Protocol):
         applied: what was done to the model, a line each.
     """
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    owner: GradientOwner
-    applied: Sequence[str]
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+    @property
+    def owner(self) -> GradientOwner: ...
+
+    @property
+    def applied(self) -> Sequence[str]: ...

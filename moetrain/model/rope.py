@@ -27,7 +27,7 @@ def yarn_mscale(factor: float, coefficient: float) -> float:
 
 def softmax_scale(config: ModelConfig) -> float:
     """``qk_head_dim^-0.5``, times ``m(factor, mscale_all_dim)^2`` where YaRN is on."""
-    scale = config.qk_head_dim**-0.5
+    scale: float = config.qk_head_dim**-0.5
     yarn = config.rope_scaling
     if yarn is not None:
         scale *= yarn_mscale(yarn.factor, yarn.mscale_all_dim) ** 2

@@ -14,7 +14,8 @@ from torch import nn
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two groups, every trainable parameter in exactly one: two dimensions or more decay, fewer do not."""
-    decay, rest = [], []
+    decay: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
     for p in model.parameters():
         if p.requires_grad:
             (decay if p.ndim >= 2 else rest).append(p)

@@ -63,7 +63,7 @@ def test_transformers_ignores_norm_topk_prob_of_v2_and_the_released_code_does_no
 
 
 def test_negative_biased_scores_of_other_groups_never_win():
-    """Facts H.1: masked groups get minus infinity. With zeros, every expert outside would beat the chosen groups' own."""
+    """Facts H.1: masked groups get minus infinity. With zeros, every expert outside would win."""
     config = {**random_config("deepseek_v3", 0), "n_routed_experts": 8, "n_group": 4, "topk_group": 1}
     gate = ours_from({**config, "num_experts_per_tok": 2}).layers[-1].mlp.gate
     assert isinstance(gate, NoAuxTcGate)

@@ -179,5 +179,7 @@ def test_wrong_settings_are_refused_in_words():
         Balance(scope="global")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="reduce must be"):
         MoEAccumulator(m, optimizer, reduce="never")
+    with pytest.raises(ValueError, match="needs FSDP2"):
+        MoEAccumulator(m, optimizer, reduce="micro_batch")
     with pytest.raises(ValueError, match="needs routers"):
         MoEAccumulator(torch.nn.Linear(2, 2), optimizer, balance=Balance(alpha=1.0))

@@ -1,0 +1,122 @@
+"""The law over data ranks: FSDP2 and DDP on several processes against one process with one big batch, in float64.
+
+The batch is uneven on purpose (tests/support/small.py): a rank without a label, a rank with nothing but padding.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from moetrain.config.run import ParallelConfig
+from moetrain.model import DeepSeekLoss
+from moetrain.parallel.plan import spread
+from moetrain.parallel.ranks import Ranks
+from tests.support.processes import run_ranks
+from tests.support.small import FAMILIES, difference, every_loss, model, rank_window, same_report, sgd, state
+
+pytestmark = pytest.mark.dist
+STEPS = 3
+BOUND = 1e-12  # float64: sums in another order, nothing else
+
+
+@functools.cache
+def one_process(family, scope):
+    config = FAMILIES[family]
+    m = model(config)
+    accumulator = sgd(m, config, every_loss(config, scope))
+    return [accumulator.step(rank_window(0, 1)) for _ in range(STEPS)], state(m)
+
+
+def on_rank(rank, world, family, scope, wrapper, recompute, reshard, reduce):
+    config = FAMILIES[family]
+    m = model(config)
+    ranks = Ranks(rank, world, torch.device("cpu"), init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",)))
+    wrapped: torch.nn.Module = m
+    if wrapper == "ddp":
+        wrapped = DistributedDataParallel(m)
+    elif wrapper == "fsdp":
+        spread(m, ParallelConfig(recompute=recompute, reshard_after_forward=reshard, reduce=reduce), "float64", ranks)
+    accumulator = sgd(wrapped, config, every_loss(config, scope), reduce=reduce)
+    reports = [accumulator.step(rank_window(rank, world)) for _ in range(STEPS)]
+    return reports, state(m)
+
+
+LAYOUTS = [
+    ("plain", 2, "none", True, "window"),
+    ("ddp", 2, "none", True, "window"),
+    ("ddp", 4, "none", True, "window"),
+    ("fsdp", 2, "none", True, "window"),
+    ("fsdp", 2, "full", True, "window"),
+    ("fsdp", 2, "full", False, "micro_batch"),
+    ("fsdp", 4, "none", True, "window"),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda v: "-".join(map(str, v)))
+@pytest.mark.parametrize("scope", ["sequence", "window"])
+@pytest.mark.parametrize("family", ["V3", "V2"])
+def test_ranks_change_nothing(family, scope, layout):
+    wrapper, world, recompute, reshard, reduce = layout
+    reports, parameters = one_process(family, scope)
+    results = run_ranks(on_rank, world, family, scope, wrapper, recompute, reshard, reduce)
+    for got, got_parameters in results:
+        for a, b in zip(got, reports, strict=True):
+            same_report(a, b, BOUND)
+        assert difference(got_parameters, parameters) < BOUND
+    biases = [{k: v for k, v in p.items() if k.endswith("correction_bias")} for _, p in results]
+    assert all(difference(b, biases[0]) == 0.0 for b in biases if b), "the bias must be bit-equal on all ranks"
+
+
+def spoilt_on_rank(rank, world, wrapper):
+    """The last rank's second micro-batch has a NaN loss; every rank has to forget the window."""
+
+    class Spoilt(DeepSeekLoss):
+        def __call__(self, module, micro_batch):
+            out = super().__call__(module, micro_batch)
+            return out * float("nan") if rank == world - 1 and micro_batch.slot == 1 else out
+
+    config = FAMILIES["V3"]
+    m = model(config)
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
+    wrapped: torch.nn.Module = m
+    if wrapper == "fsdp":
+        spread(m, ParallelConfig(), "float64", Ranks(rank, world, torch.device("cpu"), mesh))
+    else:
+        wrapped = DistributedDataParallel(m)
+    accumulator = sgd(wrapped, config, every_loss(config, "previous"))
+    accumulator.step(rank_window(rank, world))
+    before = state(m)
+    accumulator.loss = Spoilt(config)
+    report = accumulator.step(rank_window(rank, world))
+    return report.skipped, difference(state(m), before)
+
+
+@pytest.mark.parametrize("wrapper", ["fsdp", "ddp"])
+def test_a_nan_on_one_rank_discards_the_window_on_all(wrapper):
+    for skipped, moved in run_ranks(spoilt_on_rank, 2, wrapper):
+        assert skipped is not None and "nan" in skipped and moved == 0.0
+
+
+def norms_on_rank(rank, world):
+    """One norm whatever the wrapper: sharded gradients, and replicated ones counted once."""
+    config = FAMILIES["V3"]
+    m = model(config)
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
+    spread(m, ParallelConfig(), "float64", Ranks(rank, world, torch.device("cpu"), mesh))
+    kept = {}
+    accumulator = sgd(m, config, every_loss(config, "sequence"), max_norm=None)
+    accumulator.owner.step = lambda: kept.update({n: p.grad.full_tensor() for n, p in m.named_parameters()})
+    report = accumulator.step(rank_window(rank, world))
+    return float(report.grad_norm), float(torch.nn.utils.get_total_norm(list(kept.values())))
+
+
+def test_the_norm_of_shards_is_the_norm_of_the_whole():
+    results = run_ranks(norms_on_rank, 2)
+    assert results[0] == results[1]
+    reported, whole = results[0]
+    assert abs(reported - whole) < 1e-12 * whole

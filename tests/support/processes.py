@@ -1,0 +1,62 @@
+"""Several real processes on gloo, and what each of them returned."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 90) -> list[Any]:
+    """Runs ``fn(rank, world, *args)`` in ``world`` processes with a gloo process group; returns every rank's result.
+
+    Forked, since a fresh interpreter costs seconds of imports; results have to pickle. The first error ends all of them
+    and is raised with its traceback; nothing is left running.
+    """
+    context = mp.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(target=_main, args=(fn, rank, world, args, folder), daemon=True) for rank in range(world)
+        ]
+        for process in processes:
+            process.start()
+        end = time.monotonic() + timeout
+        waiting = {p.sentinel: p for p in processes}
+        try:
+            while waiting:
+                done = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
+                if not done:
+                    raise TimeoutError(f"{len(waiting)} of {world} ranks still run after {timeout} s")
+                for sentinel in done:
+                    process = waiting.pop(sentinel)  # type: ignore[index]
+                    process.join()
+                    if process.exitcode:
+                        rank = processes.index(process)
+                        error = Path(folder, f"error.{rank}")
+                        text = error.read_text() if error.exists() else f"exit code {process.exitcode}"
+                        raise RuntimeError(f"rank {rank} of {world} failed:\n{text}")
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        return [pickle.loads(Path(folder, f"result.{rank}").read_bytes()) for rank in range(world)]
+
+
+def _main(fn: Callable[..., Any], rank: int, world: int, args: tuple[Any, ...], folder: str) -> None:
+    try:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+        Path(folder, f"result.{rank}").write_bytes(pickle.dumps(fn(rank, world, *args)))
+        dist.destroy_process_group()
+    except BaseException:
+        Path(folder, f"error.{rank}").write_text(traceback.format_exc())
+        raise SystemExit(1) from None
