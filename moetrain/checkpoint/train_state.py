@@ -306,7 +306,7 @@ def _world() -> int:
 
 
 def _on_first_rank(do: Callable[[], Any]) -> Any:
-    """Runs ``do`` on rank 0; its result, or its error, is every rank's, so that nobody waits for a rank that gave up."""
+    """Runs ``do`` on rank 0; its result or error is every rank's, so that nobody waits for a rank that gave up."""
     answer: list[Any] = [None, None]
     if _rank() == 0:
         try:

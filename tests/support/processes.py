@@ -22,10 +22,22 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 9
     Forked, since a fresh interpreter costs seconds of imports; results have to pickle. The first error ends all of them
     and is raised with its traceback; nothing is left running.
     """
+    return _run(_with_group, fn, world, args, timeout)
+
+
+def run_plain(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 90) -> list[Any]:
+    """The same for a function that makes its own process group."""
+    return _run(_call, fn, world, args, timeout)
+
+
+def _run(
+    main: Callable[..., Any], fn: Callable[..., Any], world: int, args: tuple[Any, ...], timeout: float
+) -> list[Any]:
     context = mp.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=_main, args=(fn, rank, world, args, folder), daemon=True) for rank in range(world)
+            context.Process(target=_guarded, args=(main, fn, rank, world, args, folder), daemon=True)
+            for rank in range(world)
         ]
         for process in processes:
             process.start()
@@ -51,12 +63,23 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 9
         return [pickle.loads(Path(folder, f"result.{rank}").read_bytes()) for rank in range(world)]
 
 
-def _main(fn: Callable[..., Any], rank: int, world: int, args: tuple[Any, ...], folder: str) -> None:
+def _guarded(
+    main: Callable[..., Any], fn: Callable[..., Any], rank: int, world: int, args: tuple[Any, ...], folder: str
+) -> None:
     try:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-        Path(folder, f"result.{rank}").write_bytes(pickle.dumps(fn(rank, world, *args)))
-        dist.destroy_process_group()
+        Path(folder, f"result.{rank}").write_bytes(pickle.dumps(main(fn, rank, world, args, folder)))
     except BaseException:
         Path(folder, f"error.{rank}").write_text(traceback.format_exc())
         raise SystemExit(1) from None
+
+
+def _with_group(fn: Callable[..., Any], rank: int, world: int, args: tuple[Any, ...], folder: str) -> Any:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    result = fn(rank, world, *args)
+    dist.destroy_process_group()
+    return result
+
+
+def _call(fn: Callable[..., Any], rank: int, world: int, args: tuple[Any, ...], folder: str) -> Any:
+    return fn(rank, world, *args)

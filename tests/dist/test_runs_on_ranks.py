@@ -1,0 +1,35 @@
+"""Whole runs: the loss curve of 2 and 8 ranks is that of one process, for every scale's smoke config."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.runs import SCALES, losses, train_on
+
+pytestmark = pytest.mark.dist
+
+# fp32: a step's sums in another order, 2^-24 each, grow through AdamW's division by small second moments; seen: 2e-6
+BOUND = {"float64": 1e-12, "fp32": 1e-4}
+
+
+@pytest.mark.parametrize("precision", BOUND)
+@pytest.mark.parametrize("scale", SCALES)
+def test_two_and_eight_ranks_have_the_curve_of_one(tmp_path, scale, precision):
+    # AdamW's eps lets float64 be compared at all: without it the first step is the sign of each gradient
+    more = ("steps=4", f"precision={precision}", "optimizer.eps=1e-4")
+    want = losses(train_on(1, scale, tmp_path / "1", *more, "batch.micro_batch=16"))
+    assert len(want) == 4
+    for world in (2, 8):
+        got = losses(train_on(world, scale, tmp_path / str(world), *more, "batch.micro_batch=1"))
+        assert len(got) == 4
+        assert max(abs(a - b) / b for a, b in zip(got, want, strict=True)) < BOUND[precision], (world, got, want)
+
+
+def test_a_run_of_two_ranks_goes_on_with_one_and_four(tmp_path):
+    more = ("precision=float64", "optimizer.eps=1e-4", "checkpoint.every=2", "eval.every=3")
+    want = losses(train_on(2, "671B", tmp_path / "whole", "steps=6", *more))
+    for world in (1, 4):
+        folder = tmp_path / str(world)
+        train_on(2, "671B", folder, "steps=3", *more)
+        got = losses(train_on(world, "671B", folder, "steps=6", *more))
+        assert len(got) == 6 and max(abs(a - b) / b for a, b in zip(got, want, strict=True)) < 1e-12

@@ -1,0 +1,128 @@
+"""Runs from the command line: they learn, and neither a kill nor SIGTERM loses anything."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from moetrain.checkpoint import CheckpointFolder
+from moetrain.trainer import train
+from tests.support.runs import ROOT, SCALES, environment, losses, overrides, records, run_config
+
+COMMON = ("checkpoint.every=2", "eval.every=4", "steps=8")
+
+
+def start(scale: str, folder: Path, *more: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", *launcher, "moetrain", "--config", str(ROOT / "configs" / scale / "smoke.yaml")]
+    return subprocess.Popen(
+        [*command, *overrides(scale, folder, *more)],
+        env=environment(),
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"the run ended without {text!r}")
+
+
+def shards(run_dir: Path, step: int) -> dict[str, bytes]:
+    folder = run_dir / "checkpoints" / f"step_{step:08d}"
+    return {p.name: p.read_bytes() for p in sorted(folder.glob("*.distcp"))}
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unbroken")
+    torch.set_num_threads(1)
+    train(run_config("671B", folder, *COMMON))
+    return folder / "run"
+
+
+def test_a_run_learns_evaluates_and_writes_what_it_did(unbroken):
+    found = records(unbroken)
+    assert [r["step"] for r in found] == list(range(1, 9))
+    assert found[-1]["loss"] < found[0]["loss"]
+    assert found[0]["tokens"] == 16 * 32 and found[-1]["lr"] > 0
+    assert {"lm", "mtp_1", "balance", "total", "grad_norm", "max_violation", "tokens_per_s"} <= found[0].keys()
+    assert [r["step"] for r in records(unbroken, "eval")] == [4, 8]
+    assert CheckpointFolder(unbroken / "checkpoints").latest() == 8
+
+
+def test_killed_and_started_again_it_is_the_run_that_was_not_killed(tmp_path, unbroken):
+    process = start("671B", tmp_path, *COMMON)
+    wait_for(process, "step 5/8")
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    again = start("671B", tmp_path, *COMMON)
+    out, _ = again.communicate(timeout=100)
+    assert again.returncode == 0 and "resumed after step 4" in out
+    assert losses(tmp_path / "run") == losses(unbroken)
+    assert shards(tmp_path / "run", 8) == shards(unbroken, 8), "not bit for bit"
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(tmp_path, unbroken):
+    process = start("671B", tmp_path, *COMMON, "checkpoint.every=0")
+    wait_for(process, "step 3/8")
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "stopped by SIGTERM after step" in out
+    assert (stopped := CheckpointFolder(tmp_path / "run" / "checkpoints").latest()) is not None and 3 <= stopped < 8
+    train(run_config("671B", tmp_path, *COMMON, "checkpoint.every=0"))
+    assert losses(tmp_path / "run") == losses(unbroken)
+    assert shards(tmp_path / "run", 8) == shards(unbroken, 8)
+
+
+def test_torchrun_starts_it_and_rank_0_alone_speaks(tmp_path):
+    launcher = ("torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(29500 + os.getpid() % 400), "-m")
+    process = start("671B", tmp_path, "steps=2", launcher=launcher)
+    out, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, out
+    assert out.count("step 2/2  loss") == 1 and "FSDP2 over 2 ranks" in out
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_finished_run_started_again_says_so_and_changes_nothing(tmp_path, scale):
+    config = run_config(scale, tmp_path, "steps=2")
+    train(config)
+    before = (config.run_dir / "metrics.jsonl").read_text()
+    time.sleep(0.01)
+    assert train(config).steps == 2
+    assert (config.run_dir / "metrics.jsonl").read_text() == before
+
+
+def test_a_hugging_face_folder_is_where_a_run_starts(tmp_path):
+    from moetrain import save_pretrained
+    from moetrain.model import DeepSeek
+
+    config = run_config("671B", tmp_path, "steps=1")
+    model = DeepSeek(config.model)
+    model.init_weights(99)
+    save_pretrained(model, tmp_path / "hf")
+    train(run_config("671B", tmp_path / "a", "steps=1"))
+    train(run_config("671B", tmp_path / "b", "steps=1", f"init_from={tmp_path / 'hf'}"))
+    train(run_config("671B", tmp_path / "c", "steps=1", "seed=99", f"init_from={tmp_path / 'hf'}"))
+    first, started, _ = (losses(tmp_path / name / "run")[0] for name in "abc")
+    assert first != started
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_said(tmp_path, capsys, unbroken):
+    train(run_config("671B", tmp_path, *COMMON, "steps=4"))
+    broken = tmp_path / "run" / "checkpoints" / "step_00000004" / "extra.pt"
+    broken.write_bytes(broken.read_bytes()[:-7])
+    train(run_config("671B", tmp_path, *COMMON))
+    assert "passed over, going on from step 2" in capsys.readouterr().out
+    assert losses(tmp_path / "run") == losses(unbroken)
