@@ -95,7 +95,17 @@ def _tokenize(arguments: Sequence[str]) -> None:
     tokenize(given.source, given.out, tokenizer=given.tokenizer, workers=given.workers)
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"train": _train, "tokenize": _tokenize}
+def _report(arguments: Sequence[str]) -> None:
+    """sum up a run from its metrics"""
+    parser = _parser("report", "Print a table of a run's first, best and last numbers.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, for instance runs/671B-smoke")
+
+    from moetrain.observe.report import report
+
+    report(parser.parse_args(arguments).run)
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"train": _train, "tokenize": _tokenize, "report": _report}
 
 
 def _run(arguments: list[str]) -> None:

@@ -19,7 +19,7 @@ def test_every_public_name_is_there(name: str) -> None:
 
 
 def test_train_is_the_function_also_after_its_module_was_imported() -> None:
-    module = importlib.import_module("moetrain.train")
+    module = importlib.import_module("moetrain.trainer")
     assert moetrain.train is module.train
 
 

@@ -1,0 +1,102 @@
+"""Schedules at the points that DeepSeek published; decay for the right parameters."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from moetrain.optim import (
+    Constant,
+    ConstantCosineConstant,
+    Cosine,
+    LearningRate,
+    StepDecay,
+    build_adamw,
+    parameter_groups,
+)
+from tests.support.small import FAMILIES, model
+
+T = 1e12
+
+
+def rate(schedule, peak, x):
+    return peak * schedule.factor(x)
+
+
+def test_v3s_schedule_at_its_published_points():
+    """V3 paper 4.2: 2.2e-4 until 10T, cosine to 2.2e-5 over 4.3T, that for 333B, 7.3e-6 for the last 167B."""
+    v3 = ConstantCosineConstant(10 * T, 4.3 * T, 0.1, 0.333 * T, 7.3e-6 / 2.2e-4)
+    for x, want in [
+        (0, 2.2e-4), (9.99 * T, 2.2e-4), (12.15 * T, (2.2e-4 + 2.2e-5) / 2), (14.3 * T, 2.2e-5), (14.6 * T, 2.2e-5),
+        (14.634 * T, 7.3e-6), (14.8 * T, 7.3e-6),
+    ]:  # fmt: skip
+        assert rate(v3, 2.2e-4, x) == pytest.approx(want, rel=1e-6), x
+
+
+def test_v2s_schedule_falls_twice_by_0316():
+    v2 = StepDecay([0.6 * 8.1 * T, 0.9 * 8.1 * T], 0.316)
+    assert [rate(v2, 2.4e-4, x * 8.1 * T) for x in (0.59, 0.61, 0.89, 0.91)] == pytest.approx(
+        [2.4e-4, 2.4e-4 * 0.316, 2.4e-4 * 0.316, 2.4e-4 * 0.316**2]
+    )
+
+
+def test_cosine_ends_where_it_says_and_stays_there():
+    cosine = Cosine(100, 0.1)
+    assert [cosine.factor(x) for x in (0, 50, 100, 150)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
+
+
+def optimizer():
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
+
+
+def test_warm_up_is_linear_and_counts_steps_also_where_the_schedule_counts_tokens():
+    o = optimizer()
+    rates = LearningRate(o, StepDecay([100], 0.5), peak=0.8, warmup_steps=4, unit="tokens")
+    seen = []
+    for _ in range(7):
+        seen.append(o.param_groups[0]["lr"])
+        rates.step(20)
+    assert seen == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8, 0.4, 0.4])
+
+
+def test_a_schedule_goes_on_where_it_was_saved():
+    a, b = (LearningRate(optimizer(), Cosine(50, 0.0), peak=1.0, warmup_steps=3) for _ in range(2))
+    for _ in range(17):
+        a.step(5)
+    b.load_state_dict(a.state_dict())
+    assert b.lr == a.lr and b.optimizer.param_groups[0]["lr"] == a.lr and b.tokens == 85
+
+
+def test_no_warm_up_means_the_peak_at_once():
+    assert LearningRate(optimizer(), Constant(), peak=0.3).lr == 0.3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_matrices_decay_and_vectors_do_not(family):
+    m = model(FAMILIES[family])
+    decay, rest = parameter_groups(m, 0.1)
+    names = {id(p): name for name, p in m.named_parameters()}
+    decayed, kept = ({names[id(p)] for p in group["params"]} for group in (decay, rest))
+    assert decayed | kept == set(names.values()) and not decayed & kept
+    assert all(name.endswith("norm.weight") for name in kept)
+    assert not any("norm" in name for name in decayed)
+    assert {"layers.1.mlp.gate.weight", "layers.1.mlp.experts.down_proj", "lm_head.weight"} <= decayed
+    assert (decay["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
+
+
+def test_fused_adamw_is_the_textbooks():
+    m = model()
+    before = {name: p.detach().clone() for name, p in m.named_parameters()}
+    built, said = build_adamw(m, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    g = torch.Generator().manual_seed(0)
+    for p in m.parameters():
+        p.grad = torch.randn(p.shape, generator=g, dtype=p.dtype)
+    built.step()
+    assert "AdamW" in said
+    for name, p in m.named_parameters():
+        wd = 0.1 if p.ndim > 1 else 0.0
+        want = before[name] * (1 - 1e-2 * wd) - 1e-2 * p.grad / (p.grad.abs() + 1e-8)
+        assert torch.allclose(p, want, rtol=1e-9, atol=1e-12), name
+    assert math.isfinite(float(p.detach().sum()))
