@@ -17,6 +17,7 @@ from torch import Tensor
 from moetrain.accumulate import MoEAccumulator, StepReport, Window
 from moetrain.accumulate.denominators import count_denominators, sum_over
 from moetrain.config.run import RunConfig
+from moetrain.errors import UserError
 from moetrain.model import DeepSeekLoss
 from moetrain.observe import RunLog, Value
 from moetrain.parallel.ranks import Ranks
@@ -82,7 +83,8 @@ def run(
 ) -> dict[str, Value]:
     """Trains from ``progress`` to the config's budget; returns the last record.
 
-    A discarded window uses up its data, and neither step count nor schedule moves, except that a run of them ends it.
+    A discarded window uses up its data, and neither step count nor schedule moves; ``MAX_DISCARDED`` in a row end the
+    run with a UserError.
     """
     record: dict[str, Value] = {}
     discarded = 0
@@ -92,21 +94,26 @@ def run(
             loss.mtp_weight = config.mtp.weight.at(progress.tokens)
             report = accumulator.step(window)
             progress.sequences += config.batch.global_batch
-            if report.skipped is not None:
+            stopping = stop.reached()
+            if report.skipped is None:
+                discarded = 0
+                progress.step += 1
+                progress.tokens += config.tokens_per_step
+            else:
                 discarded += 1
                 log.note(f"step {progress.step + 1}: window discarded, {report.skipped}")
                 if discarded >= MAX_DISCARDED:
-                    raise FloatingPointError(f"{discarded} windows in a row discarded: {report.skipped}")
-                continue
-            discarded = 0
-            progress.step += 1
-            progress.tokens += config.tokens_per_step
+                    raise UserError(
+                        f"{discarded} windows in a row were discarded after step {progress.step} ({report.skipped}); "
+                        "lower optimizer.lr or look at the data; the last checkpoint is whole"
+                    )
+                if not stopping:
+                    continue
             last = progress.step >= config.total_steps
-            if progress.step % config.log.every == 0 or last:
+            if report.skipped is None and (progress.step % config.log.every == 0 or last):
                 record = log.step(_record(progress, report), mfu_per_rate=mfu_per_rate)
             if config.eval.every and (progress.step % config.eval.every == 0 or last):
                 log.evaluation({"step": progress.step, **evaluate(accumulator.model, loss, held_out(), ranks)})
-            stopping = stop.reached()
             due = config.checkpoint.every and progress.step % config.checkpoint.every == 0
             if due or last or stopping:
                 save(progress)

@@ -222,8 +222,9 @@ def _facts(config: RunConfig, ranks: Ranks, engine: Engine, data: Data) -> dict[
         "run": f"{config.name}, {config.total_steps} steps, in {config.run_dir}",
         "model": f"{parameters / 1e6:,.1f} M parameters, {config.model.model_type}",
         "data": data.describe(),
-        "batch": f"{config.batch.global_batch} sequences of {config.data.seq_len} tokens a step; {ranks.world} ranks, "
-        f"windows of {-(-per_rank // config.batch.micro_batch)} micro-batches of {config.batch.micro_batch}",
+        "batch": f"{config.batch.global_batch} sequences of {config.data.seq_len} tokens a step",
+        "window": f"{-(-per_rank // config.batch.micro_batch)} micro-batches of {config.batch.micro_batch} on each of "
+        f"{ranks.world} rank{'s' if ranks.world > 1 else ''}",
         "device": f"{device}, {torch.get_num_threads()} threads a rank" if device == "cpu" else device,
         "engine": "native",
     }

@@ -330,6 +330,8 @@ class RunConfig(Section):
                 f"balance.bias_rate needs a routing bias, which topk_method {model.topk_method} lacks: "
                 "set it to 0 or use noaux_tc"
             )
+        if self.eval.every and not self.data.held_out:
+            raise ValueError("eval.every needs held-out data: give data.held_out a share, or eval.every 0")
         for key in ("alpha_device", "alpha_communication"):
             if getattr(balance, key) > 0 and model.n_group == 1:
                 raise ValueError(f"balance.{key} balances expert groups and needs model.n_group above 1")

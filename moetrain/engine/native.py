@@ -47,6 +47,7 @@ class NativeEngine:
             self.model,
             self.optimizer,
             ranks.groups,
-            every_micro_batch=config.parallel.reduce == "micro_batch",
+            # one rank has nothing to reduce
+            every_micro_batch=config.parallel.reduce == "micro_batch" and ranks.mesh is not None,
         )
         self.applied: Sequence[str] = [*applied, how]

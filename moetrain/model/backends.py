@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from moetrain.model.rope import Rotation
@@ -67,14 +68,14 @@ def sdpa_attention(
         same = document_ids[:, :, None] == document_ids[:, None, :]
         mask = same.tril().unsqueeze(1)
     y = F.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        kv[..., N:].transpose(1, 2),
+        rearrange(q, "b t h d -> b h t d"),
+        rearrange(k, "b t h d -> b h t d"),
+        rearrange(kv[..., N:], "b t h v -> b h t v"),
         attn_mask=mask,
         is_causal=mask is None,
         scale=scale,
     )
-    return y.transpose(1, 2).flatten(2)
+    return rearrange(y, "b h t v -> b t (h v)")
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -121,7 +122,7 @@ class Backend(NamedTuple):
             return cls(sdpa_attention, grouped_mm_experts, "attention: torch sdpa, experts: torch grouped_mm")
         if device.type == "cuda":
             return cls(sdpa_attention, looped_experts, "attention: torch sdpa, experts: a product each")
-        return cls(blocked_attention, looped_experts, "attention: blocked, experts: a product each")
+        return REFERENCE
 
 
 REFERENCE = Backend(blocked_attention, looped_experts, "attention: blocked, experts: a product each")

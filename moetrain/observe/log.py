@@ -16,6 +16,8 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from moetrain.errors import UserError
+
 Value = float | int | str | bool
 
 
@@ -44,8 +46,11 @@ class RunLog:
 
     def __enter__(self) -> RunLog:
         if self.speaks:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            self._file = self.metrics.open("a", encoding="utf-8")
+            try:
+                self.run_dir.mkdir(parents=True, exist_ok=True)
+                self._file = self.metrics.open("a", encoding="utf-8")
+            except OSError as error:
+                raise UserError(f"run_dir {self.run_dir} cannot be written ({error.strerror}); give another") from error
             if self._wants_tensorboard:
                 self._board = _tensorboard(self.run_dir)
         if self._shown and sys.stdout.isatty():

@@ -85,6 +85,12 @@ def check(config: RunConfig, path: Path | None = None, machine: Machine | None =
     if lacks:
         mend = _instead(path, only_gpus=no_gpus and len(lacks) == 1)
         raise UserError(f"{name} needs {' and '.join(lacks)}{_not_yet(config)}{mend}")
+    shard = config.parallel.dp_shard
+    if shard not in (-1, machine.ranks) and ranks == machine.ranks:
+        raise UserError(
+            f"parallel.dp_shard: {shard} asks for {_count(shard, 'process')} and {machine.ranks} started; "
+            "use parallel.dp_shard=-1 for as many as there are"
+        )
     if ranks != machine.ranks:
         raise UserError(
             f"{name} was written for {_count(ranks, 'process')} and {machine.ranks} started: use "

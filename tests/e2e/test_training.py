@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from moetrain.checkpoint import CheckpointFolder
+from moetrain.errors import UserError
 from moetrain.trainer import train
 from tests.support.runs import ROOT, SCALES, environment, losses, overrides, records, run_config
 
@@ -126,3 +127,10 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(tmp_path, capsys, unbroken
     train(run_config("671B", tmp_path, *COMMON))
     assert "passed over, going on from step 2" in capsys.readouterr().out
     assert losses(tmp_path / "run") == losses(unbroken)
+
+
+def test_a_run_that_only_makes_nan_ends_in_a_sentence_and_keeps_its_checkpoint(tmp_path):
+    train(run_config("671B", tmp_path, "steps=2", "checkpoint.every=1"))
+    with pytest.raises(UserError, match=r"20 windows in a row were discarded after step 2 .*lower optimizer.lr"):
+        train(run_config("671B", tmp_path, "steps=4", "balance.alpha=1e39"))
+    assert CheckpointFolder(tmp_path / "run" / "checkpoints").latest() == 2

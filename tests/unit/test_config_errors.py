@@ -70,6 +70,7 @@ def sentence_of(action: Callable[[], object]) -> str:
         ("model.attention_bias=true", "`model.attention_bias` must be false, not true"),
         ("model.attention_dropout=0.1", "attention_dropout (0.1) must be 0"),
         ("model.hidden_act=gelu", "`model.hidden_act` must be 'silu', not 'gelu'"),
+        ("data.held_out=0", "eval.every needs held-out data"),
         ("model.eos_token_id=260", "eos_token_id (260) must be below vocab_size (260)"),
         ("model.rope_scaling={factor: 0.5}", "factor (0.5) must be at least 1"),
         ("model.rope_scaling={beta_fast: 0.5}", "beta_fast (0.5) must exceed beta_slow (1)"),

@@ -109,3 +109,8 @@ def test_this_machine_has_some_memory() -> None:
     assert here.host_bytes == pytest.approx(host_memory(), rel=0.2)
     assert GIB / 4 < here.host_bytes < 2**50
     assert here.ranks >= 1
+
+
+def test_another_number_of_shards_than_processes_is_refused() -> None:
+    with pytest.raises(UserError, match=r"parallel\.dp_shard: 2 asks for 2 processes and 1 started"):
+        check(load_config(CONFIGS / "671B" / "smoke.yaml", ["parallel.dp_shard=2"]), None, LAPTOP)

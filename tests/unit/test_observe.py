@@ -136,3 +136,9 @@ def test_a_report_sums_a_run_up(tmp_path, capsys):
 def test_a_report_of_nothing_is_one_sentence(tmp_path):
     with pytest.raises(UserError, match=r"no metrics\.jsonl"):
         report(tmp_path)
+
+
+def test_a_run_dir_that_cannot_be_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"run_dir .*file cannot be written \(File exists\)"), log(tmp_path / "file"):
+        pass
