@@ -70,9 +70,10 @@ def batches(step: int, vocabulary: int) -> list[Any]:
 def moetrain_step(folder: str, vocabulary: int) -> Callable[[int], float]:
     import torch
 
-    from moetrain import MoEAccumulator, Window, from_pretrained
+    from moetrain import MoEAccumulator, Window, from_pretrained, reuse_host_memory
     from moetrain.model import DeepSeekLoss
 
+    reuse_host_memory()  # as the trainer does on CPU
     model = from_pretrained(folder)
     model.set_in_place_gradients(True)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
@@ -85,13 +86,17 @@ def moetrain_step(folder: str, vocabulary: int) -> Callable[[int], float]:
     return step
 
 
-def transformers_step(experts: str) -> Callable[[str, int], Callable[[int], float]]:
+def transformers_step(experts: str, *, reuse: bool = False) -> Callable[[str, int], Callable[[int], float]]:
     """The plain loop of transformers' users: mean losses, divided by the number of micro-batches."""
 
     def build(folder: str, vocabulary: int) -> Callable[[int], float]:
         import torch
         from transformers import AutoModelForCausalLM
 
+        if reuse:
+            from moetrain import reuse_host_memory
+
+            reuse_host_memory()
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="sdpa", experts_implementation=experts
         )
@@ -119,6 +124,7 @@ SIDES: dict[str, Callable[[str, int], Callable[[int], float]]] = {
     "moetrain": moetrain_step,
     "transformers grouped_mm": transformers_step("grouped_mm"),
     "transformers eager": transformers_step("eager"),
+    "transformers grouped_mm, our allocator setting": transformers_step("grouped_mm", reuse=True),
 }
 
 
@@ -206,7 +212,7 @@ def main() -> None:
         rows += found
         for row in found:
             print(
-                f"{row['shape']:>13}  {row['side']:<24} {row['tokens_per_s']:>7,} tokens/s   "
+                f"{row['shape']:>13}  {row['side']:<46} {row['tokens_per_s']:>7,} tokens/s   "
                 f"time / moetrain's {row['moetrain_is_faster_by']:.2f}   peak {row['peak_mib']:>6,} MiB",
                 flush=True,
             )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from moetrain.checkpoint.hugging_face import from_pretrained, save_pretrained
     from moetrain.config import ModelConfig, RunConfig, load_config
+    from moetrain.engine.host import reuse_host_memory
     from moetrain.errors import UserError
     from moetrain.trainer import train
 
@@ -39,6 +40,7 @@ _HOME = {
     "ModelConfig": "moetrain.config",
     "RunConfig": "moetrain.config",
     "load_config": "moetrain.config",
+    "reuse_host_memory": "moetrain.engine.host",
     "UserError": "moetrain.errors",
     "train": "moetrain.trainer",
 }
@@ -57,6 +59,7 @@ __all__ = [
     "from_pretrained",
     "grad_norm",
     "load_config",
+    "reuse_host_memory",
     "save_pretrained",
     "train",
     "update_bias",

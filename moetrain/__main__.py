@@ -105,7 +105,27 @@ def _report(arguments: Sequence[str]) -> None:
     report(parser.parse_args(arguments).run)
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"train": _train, "tokenize": _tokenize, "report": _report}
+def _verify(arguments: Sequence[str]) -> None:
+    """show on a config that the layout never changes the step"""
+    parser = _parser(
+        "verify",
+        "Take a config's step in every layout there is and compare with one process and one big batch. The model is made\n"
+        "small; what is checked is the step. Exit code 1 if any layout that has to be exact is not.",
+        "example:\n  python -m moetrain verify --config configs/671B/smoke.yaml",
+    )
+    parser.add_argument("--config", required=True, metavar="PATH", help="YAML file or folder, as for train")
+    parser.add_argument("--dtype", choices=("float64", "fp32"), default="float64", help="default: float64")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces one key of the file")
+    given = parser.parse_intermixed_args(arguments)
+    config = moetrain.load_config(Path(given.config), given.overrides)
+
+    from moetrain.verify import verify
+
+    if not verify(config, dtype=given.dtype):
+        sys.exit(1)
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"train": _train, "tokenize": _tokenize, "report": _report, "verify": _verify}
 
 
 def _run(arguments: list[str]) -> None:

@@ -24,7 +24,7 @@ from moetrain.config import (
     refuse_unsupported,
 )
 from moetrain.data import Data, GlobalBatches, Prefetcher, build_data
-from moetrain.engine import Engine, NativeEngine
+from moetrain.engine import Engine, NativeEngine, reuse_host_memory
 from moetrain.loop import Progress
 from moetrain.model import DeepSeek, DeepSeekLoss
 from moetrain.model.flops import flops_per_token
@@ -53,6 +53,8 @@ def train(config: RunConfig) -> Result:
     """
     refuse_unsupported(config)
     with started(config.device, need_group=needs_group(config.precision)) as ranks:
+        if ranks.device.type == "cpu":
+            reuse_host_memory()
         return _train(config, ranks)
 
 

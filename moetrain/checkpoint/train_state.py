@@ -1,17 +1,18 @@
 """A run's state on disk: saved at window boundaries, whole or not at all, on any layout and back on any other.
 
 Tensors go through torch's distributed checkpoint (DCP), which writes every shard once and reshards at load. Around it
-stands
-what DCP does not promise: a checkpoint counts only with its manifest, which is written last and names every file with
-size and checksum, and the folder gets its name only then. A kill at any moment leaves the last confirmed checkpoint as
-it was.
+stands what DCP does not promise: a checkpoint counts only with its manifest, which is written last and names every file
+with size and checksum, and the folder gets its name only then. A kill at any moment leaves the last confirmed
+checkpoint as it was.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
+import pickle
 import shutil
 import warnings
 from collections.abc import Callable
@@ -22,21 +23,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from moetrain.checkpoint import tensors
 from moetrain.errors import UserError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 EXTRA = "extra.pt"
+#: without these two there is nothing to load
+NEEDED = (EXTRA, ".metadata")
 #: keys of a saved config that a resumed run may not change: they make the tensors
 SHAPE_KEYS = ("model",)
 
@@ -69,6 +67,9 @@ class CheckpointFolder:
     ) -> None:
         """Writes the state after ``step``; when this returns it is confirmed: on disk, complete, with its manifest.
 
+        Only then older ones go. Later ones are of a run that was given up (resumed from further back, or started
+        afresh): they are renamed to ``step_….superseded``, which nobody loads or deletes.
+
         Args:
             step: number in the folder's name.
             model, optimizer: plain or sharded; buffers and the optimizer's moments are included.
@@ -77,25 +78,35 @@ class CheckpointFolder:
 
         Raises:
             UserError: the disk is full or not writable; the checkpoints before stay.
+            TypeError: ``extra`` holds something that could not be loaded again.
         """
         final = self._folder(step)
         partial = final.with_suffix(".partial")
 
+        packed = b""  # stays on rank 0
+
         def prepare() -> None:
-            self._remove_leftovers()
+            nonlocal packed
+            packed = _pack(extra)
+            self._clean_up()
             partial.mkdir(parents=True)
 
         def confirm() -> None:
-            torch.save(extra, partial / EXTRA)
+            (partial / EXTRA).write_bytes(packed)
             _write_manifest(partial, step, config)
-            if final.exists():  # of a run that was resumed from an earlier one
-                shutil.rmtree(final)
+            replaced = final.with_suffix(".replaced")
+            if final.exists():
+                final.rename(replaced)
             partial.rename(final)
             _sync(self.path)
+            if replaced.exists():
+                shutil.rmtree(replaced)
+            for later in [s for s in self._steps() if s > step]:
+                _set_aside(self._folder(later))
             for old in self._steps()[: -self.keep]:
                 shutil.rmtree(self._folder(old))
 
-        state = {"model": _model_state(model), "optimizer": _optimizer_state(model, optimizer)}
+        state = tensors.read_state(model, optimizer)
         try:
             _on_first_rank(prepare)
             with warnings.catch_warnings():
@@ -103,11 +114,11 @@ class CheckpointFolder:
                 dcp_save(state, checkpoint_id=partial, no_dist=not _distributed())
             _on_first_rank(confirm)
         except (OSError, CheckpointException) as error:
-            cause = _cause(error)
-            if not isinstance(cause, OSError):
+            reason = _not_written(_cause(error))
+            if reason is None:
                 raise
             raise UserError(
-                f"the checkpoint could not be written to {self.path} ({cause.strerror}); make room or give another "
+                f"the checkpoint could not be written to {self.path} ({reason}); make room or give another "
                 "run_dir; checkpoints before it are whole"
             ) from error
 
@@ -148,30 +159,39 @@ class CheckpointFolder:
         folder = self._folder(step)
         if config is not None:
             _compare(folder, _manifest(folder, checksums=False)["config"], config)
-        state = {"model": _model_state(model), "optimizer": _optimizer_state(model, optimizer)}
-        try:
+        saved = FileSystemReader(folder).read_metadata()
+        reason = tensors.difference(model, saved)
+        if reason is None:
+            state = tensors.room_for(model, optimizer, saved)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 dcp_load(state, checkpoint_id=folder, no_dist=not _distributed())
-        except CheckpointException as error:
-            reason = str(_cause(error)).strip().splitlines()[-1][:200]
+            try:
+                tensors.write_state(model, optimizer, state)
+            except ValueError as error:
+                reason = str(error)
+        if reason is not None:
             raise UserError(
                 f"checkpoint {folder} does not fit this model ({reason}); use the config it was made with, "
                 "another run_dir, or checkpoint.resume=never"
-            ) from error
-        set_model_state_dict(model, state["model"])
-        set_optimizer_state_dict(model, optimizer, state["optimizer"])
-        extra: dict[str, Any] = torch.load(folder / EXTRA, weights_only=True)
+            )
+        extra: dict[str, Any] = torch.load(folder / EXTRA, map_location="cpu", weights_only=True)
         return extra
 
     # -- which one ----------------------------------------------------------------------------------------------------
 
     def _choose(self, warn: Callable[[str], None]) -> int | None:
         """Rank 0 looks, everyone takes what it found."""
-        found: int | None = _on_first_rank(lambda: self._newest_whole(warn))
+        try:
+            found: int | None = _on_first_rank(lambda: self._newest_whole(warn))
+        except OSError as error:
+            raise UserError(
+                f"{self.path} cannot be read ({error.strerror}); mend its permissions or give another run_dir"
+            ) from error
         return found
 
     def _newest_whole(self, warn: Callable[[str], None]) -> int | None:
+        self._restore()
         reasons = []
         for step in reversed(self._steps()):
             try:
@@ -198,22 +218,35 @@ class CheckpointFolder:
     def _folder(self, step: int) -> Path:
         return self.path / f"step_{step:08d}"
 
-    def _remove_leftovers(self) -> None:
-        """Half-written folders of saves that were killed."""
-        for left in self.path.glob("step_*.partial"):
+    def _restore(self) -> None:
+        """A save was killed between putting a checkpoint of the same step away and giving the new one its name."""
+        for replaced in self.path.glob("step_*.replaced"):
+            if not replaced.with_suffix("").exists():
+                replaced.rename(replaced.with_suffix(""))
+
+    def _clean_up(self) -> None:
+        """Removes what saves that were killed left half written or half removed."""
+        self._restore()
+        for left in [*self.path.glob("step_*.partial"), *self.path.glob("step_*.replaced")]:
             shutil.rmtree(left)
 
 
-# -- tensors ----------------------------------------------------------------------------------------------------------
+def _pack(extra: dict[str, Any]) -> bytes:
+    """In memory first: torch hides a full disk in an error of its own, and what cannot be loaded shows now."""
+    buffer = io.BytesIO()
+    torch.save(extra, buffer)
+    try:
+        torch.load(io.BytesIO(buffer.getbuffer()), weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise TypeError("extra may hold dicts, lists, tuples, strings, numbers, None and tensors only") from error
+    return buffer.getvalue()
 
 
-def _model_state(model: nn.Module) -> dict[str, Any]:
-    return get_model_state_dict(model)
-
-
-def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """By parameter name, so that it loads where groups are cut otherwise."""
-    return get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+def _set_aside(folder: Path) -> None:
+    aside = folder.with_suffix(".superseded")
+    if aside.exists():
+        shutil.rmtree(aside)
+    folder.rename(aside)
 
 
 # -- manifest ---------------------------------------------------------------------------------------------------------
@@ -235,21 +268,30 @@ def _manifest(folder: Path, *, checksums: bool) -> dict[str, Any]:
     """The manifest of a whole checkpoint; DamagedError says what is wrong with another."""
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
-        files = manifest["files"]
-        version = manifest["format"]
+        version, step = manifest["format"], int(manifest["step"])
+        files = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
+        config = manifest["config"]
     except FileNotFoundError:
         raise DamagedError("has no manifest, so it was never finished") from None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise DamagedError("has a damaged manifest") from None
     if version != FORMAT:
         raise DamagedError(f"has format {version}, and this version reads {FORMAT}")
-    for name, entry in files.items():
+    if not isinstance(config, dict) or not files.keys() >= set(NEEDED):
+        raise DamagedError("has a damaged manifest")
+    if folder.name != f"step_{step:08d}":
+        raise DamagedError(f"has the manifest of step {step}")
+    for name, (size, checksum) in files.items():
         path = folder / name
         if not path.is_file():
             raise DamagedError(f"lacks {name}")
-        if path.stat().st_size != entry["bytes"]:
-            raise DamagedError(f"has {name} with {path.stat().st_size} bytes instead of {entry['bytes']}")
-        if checksums and _sha256(path) != entry["sha256"]:
+        if path.stat().st_size != size:
+            raise DamagedError(f"has {name} with {path.stat().st_size} bytes instead of {size}")
+        try:
+            whole = not checksums or _sha256(path) == checksum
+        except OSError as error:
+            raise DamagedError(f"has {name}, which cannot be read ({error.strerror})") from None
+        if not whole:
             raise DamagedError(f"has {name} with a wrong checksum")
     return manifest
 
@@ -311,7 +353,7 @@ def _on_first_rank(do: Callable[[], Any]) -> Any:
     if _rank() == 0:
         try:
             answer[0] = do()
-        except (OSError, UserError) as error:
+        except (OSError, UserError, TypeError) as error:
             answer[1] = error
     if _distributed():
         dist.broadcast_object_list(answer, src=0)
@@ -325,3 +367,12 @@ def _cause(error: BaseException) -> BaseException:
     if isinstance(error, CheckpointException) and error.failures:
         return next(iter(error.failures.values()))[0]
     return error
+
+
+def _not_written(cause: BaseException) -> str | None:
+    """Why the disk did not take a file; None where the error is another."""
+    if isinstance(cause, OSError):
+        return cause.strerror or str(cause)
+    if isinstance(cause, RuntimeError) and "inline_container" in str(cause):  # torch's file writer hides the OSError
+        return "the disk took only a part of a file, it may be full"
+    return None

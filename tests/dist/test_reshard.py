@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from moetrain.accumulate import MoEAccumulator
 from moetrain.checkpoint import CheckpointFolder, from_pretrained, save_pretrained
 from moetrain.config.run import ParallelConfig
+from moetrain.errors import UserError
 from moetrain.model import DeepSeekLoss
 from moetrain.optim import build_adamw
 from moetrain.parallel.plan import spread
@@ -21,13 +24,12 @@ pytestmark = pytest.mark.dist
 
 
 def built(rank, world):
+    """FSDP2 over all ranks; a plain model on one."""
     m = model(V3)
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",)) if world > 1 else None
     spread(m, ParallelConfig(), "float64", Ranks(rank, world, torch.device("cpu"), mesh))
     optimizer, _ = build_adamw(m, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    accumulator = MoEAccumulator(
-        m, optimizer, loss=DeepSeekLoss(V3), balance=every_loss(V3, "previous"), max_norm=1.0
-    )
+    accumulator = MoEAccumulator(m, optimizer, loss=DeepSeekLoss(V3), balance=every_loss(V3, "previous"), max_norm=1.0)
     return m, optimizer, accumulator
 
 
@@ -63,8 +65,35 @@ def compare(got, want, bound):
 def test_saved_by_some_goes_on_with_others(tmp_path, save, load):
     want = run_ranks(save_on, save, tmp_path / "c", 3)
     got = run_ranks(load_on, load, tmp_path / "c")
-    # AdamW divides by the root of a second moment near 0, which magnifies the last bit of a gradient: 1e-9 and not 1e-12
+    # AdamW divides by the root of a second moment near 0, which magnifies a gradient's last bit: 1e-9 and not 1e-12
     compare(got, want, 0.0 if save == load else 1e-9)
+
+
+def one_disk_is_full(rank, world, folder):
+    m, optimizer, _ = built(rank, world)
+    checkpoints = CheckpointFolder(folder)
+    checkpoints.save(1, model=m, optimizer=optimizer, extra={"step": 1}, config={})
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, resource.RLIM_INFINITY))
+    with pytest.raises(UserError, match=r"could not be written to .* make room"):
+        checkpoints.save(2, model=m, optimizer=optimizer, extra={"step": 2}, config={})
+    return checkpoints.load_latest(model=m, optimizer=optimizer)
+
+
+def test_every_rank_hears_that_one_of_them_could_not_write(tmp_path):
+    assert run_ranks(one_disk_is_full, 2, tmp_path) == [{"step": 1}] * 2
+
+
+def load_another_model(rank, world, folder):
+    m, optimizer, _ = built(rank, world)
+    m.lm_head.weight = torch.nn.Parameter(m.lm_head.weight[:40].detach())
+    with pytest.raises(UserError, match=r"lm_head.weight has shape \[64, 32\] in it and \[40, 32\] in this run"):
+        CheckpointFolder(folder).load_latest(model=m, optimizer=optimizer)
+
+
+def test_every_rank_refuses_another_model(tmp_path):
+    run_ranks(save_on, 2, tmp_path, 0)
+    run_ranks(load_another_model, 2, tmp_path)
 
 
 def save_pretrained_on(rank, world, folder):

@@ -52,15 +52,20 @@ def _run(
                     process = waiting.pop(sentinel)  # type: ignore[index]
                     process.join()
                     if process.exitcode:
-                        rank = processes.index(process)
-                        error = Path(folder, f"error.{rank}")
-                        text = error.read_text() if error.exists() else f"exit code {process.exitcode}"
-                        raise RuntimeError(f"rank {rank} of {world} failed:\n{text}")
+                        raise RuntimeError(_first_failure(folder, processes.index(process), process.exitcode))
         finally:
             for process in processes:
                 process.kill()
                 process.join()
         return [pickle.loads(Path(folder, f"result.{rank}").read_bytes()) for rank in range(world)]
+
+
+def _first_failure(folder: str, rank: int, exitcode: int) -> str:
+    """The earliest traceback: other ranks fail after it, only since their peer is gone."""
+    errors = sorted(Path(folder).glob("error.*"), key=lambda path: path.stat().st_mtime_ns)
+    if not errors:
+        return f"rank {rank} ended with exit code {exitcode}"
+    return f"rank {errors[0].suffix[1:]} failed:\n{errors[0].read_text()}"
 
 
 def _guarded(

@@ -1,6 +1,6 @@
 """Who may import whom: the table is the architecture, and an import outside it fails, wherever it hides.
 
-Imports inside functions and under TYPE_CHECKING count. ``trainer``, ``loop`` and ``__main__`` wire everything
+Imports inside functions and under TYPE_CHECKING count. ``trainer``, ``verify``, ``loop`` and ``__main__`` wire everything
 together and may import anything; ``moetrain/__init__.py`` names things and imports nothing at runtime.
 """
 
@@ -38,7 +38,7 @@ ARROWS: dict[str, tuple[set[str], set[str]]] = {
     "integrations": ({"accumulate", "errors"}, {"torch", "accelerate", "transformers"}),
     "moetrain_kernels": (set(), {"torch", "triton"}),
 }
-FREE = {"trainer", "loop", "__main__", "__init__"}
+FREE = {"trainer", "verify", "loop", "__main__", "__init__"}
 
 # (package, prefix of a module it must never reach, why)
 NEVER = [("model", "torch.distributed", "the model is for one device; sharding comes from outside")]

@@ -1,0 +1,1 @@
+"""The accumulation core in other people's models and loops."""

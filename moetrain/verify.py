@@ -1,0 +1,239 @@
+"""``verify``: shows on somebody's own config that the layout changes nothing.
+
+The config's step (its model made small, its losses, its balance scope) is taken by one process with one big batch, and
+then by every layout that this version offers here: other micro-batches, windows with empty ones, recompute, several
+ranks under FSDP2. A table says how far each is from the first. The batch is awkward on purpose: prompts without a loss, a row
+without any label, padding, packed documents.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from moetrain.accumulate import Balance, MoEAccumulator, Window
+from moetrain.config import ModelConfig, RunConfig
+from moetrain.config.run import ParallelConfig
+from moetrain.model import DeepSeek, DeepSeekLoss
+from moetrain.parallel.plan import spread
+from moetrain.parallel.ranks import Ranks
+
+ROWS, TOKENS, STEPS = 8, 48, 2
+#: relative bounds: sums in another order are the only difference, 2^-53 or 2^-24 each, through two steps
+BOUND = {"float64": 1e-11, "fp32": 2e-4}
+EXACT = ("sequence", "previous", "window")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the batch is spread: rows of each micro-batch (0 = empty), by rank."""
+
+    name: str
+    cuts: tuple[tuple[int, ...], ...]
+    recompute: bool = False
+    reduce: str = "window"
+
+
+REFERENCE = Layout("one process, one batch", ((8,),))
+LAYOUTS = (
+    Layout("micro-batches of 4", ((4, 4),)),
+    Layout("micro-batches of 1", ((1,) * 8,)),
+    Layout("unequal, two of them empty", ((1, 0, 5, 0, 2),)),
+    Layout("micro-batches of 2, recompute", ((2,) * 4,), recompute=True),
+    Layout("2 ranks, FSDP2", ((2, 2), (3, 1))),
+    Layout("2 ranks, FSDP2, one with a row", ((4, 3), (1, 0)), recompute=True),
+    Layout("2 ranks, FSDP2, reduced each time", ((2, 2), (3, 1)), reduce="micro_batch"),
+    Layout("4 ranks, FSDP2, one with nothing", ((2, 1), (1, 1), (2, 1), (0, 0))),
+)
+
+
+def verify(config: RunConfig, *, dtype: str = "float64") -> bool:
+    """Prints the table; returns whether every layout that has to be exact is.
+
+    Args:
+        config: its model is made small, its balance losses, MTP weight and clipping are taken as they are.
+        dtype: ``float64`` or ``fp32``.
+    """
+    small = scaled(config.model)
+    console = Console()
+    console.print(
+        f"{config.name}: {small.model_type} with {sum(p.numel() for p in _meta(small).parameters()):,} parameters, "
+        f"{ROWS} rows of {TOKENS} tokens, {STEPS} steps, {dtype}"
+    )
+    scopes = [config.balance.scope, *(scope for scope in EXACT if scope != config.balance.scope)]
+    table = Table("scope", "layout", "loss", "gradients", "norm", "counts", "bias", "parameters", "")
+    held = True
+    with Progress(console=console, transient=True) as progress:
+        bar = progress.add_task("layouts", total=len(scopes) * (1 + len(LAYOUTS)))
+        for scope in scopes:
+            want = _take(REFERENCE, small, config, scope, dtype)[0]
+            progress.advance(bar)
+            for layout in LAYOUTS:
+                got = _take(layout, small, config, scope, dtype)
+                row, worst = _compare(got, want)
+                exact = scope in EXACT
+                good = worst <= BOUND[dtype]
+                held &= good or not exact
+                verdict = "holds" if good else ("BROKEN" if exact else "approximate, as documented")
+                table.add_row(scope, layout.name, *row, verdict)
+                progress.advance(bar)
+    console.print(table)
+    console.print(f"the law {'holds' if held else 'is BROKEN'} (bound {BOUND[dtype]:g}, relative)")
+    return held
+
+
+def scaled(model: ModelConfig) -> ModelConfig:
+    """The same architecture in a size that a test takes: widths and counts cut down, every feature kept."""
+    per_group = max(2, -(-model.num_experts_per_tok // model.topk_group))
+    experts = min(model.n_routed_experts, max(8, model.n_group * per_group))
+    experts -= experts % model.n_group
+    heads = min(model.num_attention_heads, 4)
+    small = {
+        "vocab_size": min(model.vocab_size, 256),
+        "hidden_size": min(model.hidden_size, 64),
+        "intermediate_size": min(model.intermediate_size, 96),
+        "moe_intermediate_size": min(model.moe_intermediate_size, 32),
+        "num_hidden_layers": min(model.num_hidden_layers, model.first_k_dense_replace + 2, 4),
+        "first_k_dense_replace": min(model.first_k_dense_replace, 2),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "n_routed_experts": experts,
+        "q_lora_rank": None if model.q_lora_rank is None else min(model.q_lora_rank, 32),
+        "kv_lora_rank": min(model.kv_lora_rank, 32),
+        "qk_nope_head_dim": min(model.qk_nope_head_dim, 16),
+        "qk_rope_head_dim": min(model.qk_rope_head_dim, 8),
+        "v_head_dim": min(model.v_head_dim, 16),
+        "max_position_embeddings": max(model.max_position_embeddings, TOKENS),
+        "initializer_range": 0.1,  # so that routing differs from token to token
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return ModelConfig(**(model.model_dump() | small))
+
+
+def _meta(config: ModelConfig) -> DeepSeek:
+    with torch.device("meta"):
+        return DeepSeek(config)
+
+
+def _batch(vocabulary: int) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, vocabulary, (ROWS, TOKENS), generator=g)
+    mask = torch.ones(ROWS, TOKENS, dtype=torch.int64)
+    mask[2, TOKENS // 2 :], mask[5, 3:] = 0, 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[0, : TOKENS - 3], labels[4] = -100, -100
+    documents = (torch.rand(ROWS, TOKENS, generator=g) < 0.06).cumsum(1)
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask, "document_ids": documents}
+
+
+def _window(layout: Layout, rank: int, vocabulary: int) -> Window:
+    whole = _batch(vocabulary)
+    first = sum(map(sum, layout.cuts[:rank]))
+    items = []
+    for size in layout.cuts[rank]:
+        if size:
+            items.append({key: value[first : first + size] for key, value in whole.items()})
+        else:
+            items.append({k: torch.full_like(v[:1], -100 if k == "labels" else 0) for k, v in whole.items()})
+        first += size
+    return Window(items)
+
+
+def _take(layout: Layout, model: ModelConfig, config: RunConfig, scope: str, dtype: str) -> list[dict[str, Any]]:
+    """What every rank of a layout found."""
+    world = len(layout.cuts)
+    with tempfile.TemporaryDirectory() as folder:
+        if world == 1:
+            _rank(0, layout, model, config, scope, dtype, folder)
+        else:
+            mp.start_processes(
+                _rank, (layout, model, config, scope, dtype, folder), nprocs=world, start_method="spawn"
+            )
+        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(world)]
+
+
+def _rank(
+    rank: int, layout: Layout, shape: ModelConfig, config: RunConfig, scope: str, dtype: str, folder: str
+) -> None:
+    world = len(layout.cuts)
+    mesh = None
+    if world > 1:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
+    model = DeepSeek(shape)
+    model.init_weights(config.seed)
+    model.to(torch.float64 if dtype == "float64" else torch.float32)
+    parallel = ParallelConfig(recompute="full" if layout.recompute else "none")
+    spread(model, parallel, dtype, Ranks(rank, world, torch.device("cpu"), mesh))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradients: dict[str, Tensor] = {}
+    optimizer.register_step_pre_hook(
+        lambda *_: gradients.update({n: _whole(p.grad) for n, p in model.named_parameters() if p.grad is not None})
+    )
+    loss = DeepSeekLoss(shape, config.mtp.weight.at(0))
+    accumulator = MoEAccumulator(
+        model, optimizer, loss=loss, balance=_balance(config, scope), max_norm=config.optimizer.max_norm,
+        reduce=layout.reduce if world > 1 else "window",
+    )  # fmt: skip
+    reports = [accumulator.step(_window(layout, rank, shape.vocab_size)) for _ in range(STEPS)]
+    found = {
+        "loss": torch.stack([r.total for r in reports]),
+        "norm": torch.stack([r.grad_norm.double() for r in reports]),
+        "counts": torch.stack([r.load for r in reports]),
+        "gradients": gradients,
+        "parameters": {n: _whole(p) for n, p in model.named_parameters()},
+        "bias": {n: b for n, b in model.named_buffers()},
+    }
+    torch.save(found, Path(folder, f"{rank}.pt"))
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def _balance(config: RunConfig, scope: str) -> Balance:
+    """The config's losses; where it has none, one is added, or a scope would have nothing to show."""
+    b = config.balance
+    return Balance(
+        scope=scope,  # type: ignore[arg-type]
+        alpha=b.alpha or 0.01,
+        alpha_device=b.alpha_device,
+        alpha_communication=b.alpha_communication,
+        z_loss=b.z_loss,
+        bias_rate=b.bias_rate.at(0),
+        zero_centred=b.zero_centred,
+    )
+
+
+def _whole(x: Tensor) -> Tensor:
+    x = x.detach()
+    return (x.full_tensor() if hasattr(x, "full_tensor") else x).clone()
+
+
+def _compare(got: list[dict[str, Any]], want: dict[str, Any]) -> tuple[list[str], float]:
+    """Columns of the table, and the worst relative difference of any rank."""
+    columns = []
+    worst = 0.0
+    for key in ("loss", "gradients", "norm", "counts", "bias", "parameters"):
+        apart = max(_apart(rank[key], want[key]) for rank in got)
+        worst = max(worst, apart)
+        exact = key in ("counts", "bias")
+        columns.append(("equal" if apart == 0 else f"off by {apart:.0e}") if exact else f"{apart:.1e}")
+    return columns, worst
+
+
+def _apart(a: Any, b: Any) -> float:
+    if isinstance(b, dict):
+        return max((_apart(a[name], b[name]) for name in b), default=0.0)
+    return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-300)) if b.any() else float(a.any())
