@@ -109,8 +109,8 @@ def _verify(arguments: Sequence[str]) -> None:
     """show on a config that the layout never changes the step"""
     parser = _parser(
         "verify",
-        "Take a config's step in every layout there is and compare with one process and one big batch. The model is made\n"
-        "small; what is checked is the step. Exit code 1 if any layout that has to be exact is not.",
+        "Take a config's step in every layout there is and compare with one process and one big batch.\n"
+        "The model is made small; what is checked is the step. Exit code 1 if a layout that has to be exact is not.",
         "example:\n  python -m moetrain verify --config configs/671B/smoke.yaml",
     )
     parser.add_argument("--config", required=True, metavar="PATH", help="YAML file or folder, as for train")
@@ -125,7 +125,12 @@ def _verify(arguments: Sequence[str]) -> None:
         sys.exit(1)
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"train": _train, "tokenize": _tokenize, "report": _report, "verify": _verify}
+_COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "train": _train,
+    "verify": _verify,
+    "tokenize": _tokenize,
+    "report": _report,
+}
 
 
 def _run(arguments: list[str]) -> None:

@@ -2,8 +2,8 @@
 
 The config's step (its model made small, its losses, its balance scope) is taken by one process with one big batch, and
 then by every layout that this version offers here: other micro-batches, windows with empty ones, recompute, several
-ranks under FSDP2. A table says how far each is from the first. The batch is awkward on purpose: prompts without a loss, a row
-without any label, padding, packed documents.
+ranks under FSDP2. A table says how far each is from the first. The batch is awkward on purpose: prompts without a
+loss, a row without any label, padding, packed documents.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import start_processes
 
 from moetrain.accumulate import Balance, MoEAccumulator, Window
 from moetrain.config import ModelConfig, RunConfig
@@ -158,9 +158,7 @@ def _take(layout: Layout, model: ModelConfig, config: RunConfig, scope: str, dty
         if world == 1:
             _rank(0, layout, model, config, scope, dtype, folder)
         else:
-            mp.start_processes(
-                _rank, (layout, model, config, scope, dtype, folder), nprocs=world, start_method="spawn"
-            )
+            start_processes(_rank, (layout, model, config, scope, dtype, folder), nprocs=world, start_method="spawn")
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(world)]
 
 

@@ -1,7 +1,8 @@
 """Models in and out of Hugging Face folders, one tensor at a time.
 
 A 671B folder is larger than any host's memory, so nothing here ever holds more than the model and a few tensors:
-reading fills a model that was built without memory, writing makes one shard after the other.
+reading fills a model that was built without memory and lets go of each shard after its last tensor, writing makes one
+shard after the other.
 """
 
 from __future__ import annotations
@@ -9,7 +10,11 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +33,8 @@ from moetrain.model import DeepSeek
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SCALE = "_scale_inv"
+#: dtypes whose numbers are the weights; FP8 has scales besides
+PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def from_pretrained(
@@ -36,7 +43,9 @@ def from_pretrained(
     """The model of a Hugging Face folder (DeepSeek-V2-Lite, V2, V3; also as transformers writes it).
 
     Args:
-        folder: ``config.json`` and ``model.safetensors``, or shards with ``model.safetensors.index.json``.
+        folder: ``config.json`` and ``model.safetensors``, or shards with ``model.safetensors.index.json``. The MTP
+            module's duplicates of embedding and head may be absent; where they differ from the main model's, that one
+            counts, and a warning says so.
         dtype: of the parameters; the routing bias stays fp32. FP8 blocks are dequantised.
         device: where the model is made.
 
@@ -59,7 +68,15 @@ def from_pretrained(
         state = model.state_dict()
         with torch.no_grad():
             for piece in reader.plan(config):
-                _place(state[piece.ours], piece).copy_(reader.read(piece))
+                place, tensor = _place(state[piece.ours], piece), reader.read(piece)
+                if not piece.copy:
+                    place.copy_(tensor)
+                elif not _equal(place, tensor):
+                    warnings.warn(
+                        f"{folder} has {piece.released} with other values than the main model's {piece.ours}, which "
+                        "is used for both: here MTP shares it",
+                        stacklevel=2,
+                    )
     return model
 
 
@@ -73,8 +90,9 @@ def save_pretrained(
 ) -> None:
     """Writes a folder in the released layout, which transformers loads (it leaves MTP out).
 
-    Sharded parameters (FSDP2) are gathered one at a time; then every rank has to call this, and rank 0 writes. Files
-    get their names when they are complete, the index last.
+    Sharded parameters (FSDP2) are gathered one at a time; then every rank has to call this, rank 0 writes, and all
+    return or fail together. Files get their names when all are complete, the one that a reader looks for last, so that
+    a folder is never half of one model and half of another.
 
     Args:
         model: what is saved; MTP and the routing bias (fp32) are included.
@@ -84,24 +102,19 @@ def save_pretrained(
         quantize: ``fp8``: linear weights in 128 x 128 blocks, as DeepSeek-V3 is released.
 
     Raises:
-        UserError: the folder cannot be written.
+        UserError: the folder cannot be written, or ``quantize`` is unknown.
     """
-    folder = Path(folder)
-    writes = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+    if quantize not in (None, "fp8"):
+        raise UserError(f"quantize must be fp8 or None, not {quantize!r}")
     state = model.state_dict()
     saved = dtype or state["embed_tokens.weight"].dtype
-    writer = _Writer(folder, max_shard_bytes) if writes else None
-    try:
-        for piece in pieces(model.config):
-            tensor = _whole(state[piece.ours])
-            if writer is None:
-                continue
-            for name, value in _encoded(piece, _place(tensor, piece), saved, quantize):
-                writer.add(name, value)
-        if writer is not None:
-            writer.finish(_config_of(model.config, saved, quantize))
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written ({error.strerror}); make room or give another folder") from error
+    together = any(hasattr(tensor, "full_tensor") for tensor in state.values())
+    writer = _Writer(Path(folder), max_shard_bytes)
+    _on_first_rank(writer, writer.start, together)
+    for ours, parts in groupby(pieces(model.config), key=lambda piece: piece.ours):
+        released = _encoded(list(parts), _whole(state[ours]), saved, quantize)
+        _on_first_rank(writer, partial(writer.add, released), together)
+    _on_first_rank(writer, partial(writer.finish, _config_of(model.config, saved, quantize)), together)
 
 
 def tensor_inventory(config: ModelConfig, *, quantized: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -128,6 +141,7 @@ class _Reader:
         self.folder = folder
         self._open: dict[str, Any] = {}
         self._where = self._locate()
+        self._unread: Counter[str] = Counter()
 
     def __enter__(self) -> _Reader:
         return self
@@ -155,7 +169,7 @@ class _Reader:
 
     def plan(self, config: ModelConfig) -> list[Piece]:
         """What to read, after a check that everything is there and nothing else."""
-        wanted = list(pieces(config))
+        wanted = list(pieces(config, fused=any(name.endswith(".mlp.experts.gate_up_proj") for name in self._where)))
         missing = [p.released for p in wanted if p.released not in self._where and not p.copy]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -168,19 +182,33 @@ class _Reader:
                 f"{self.folder} holds the tensor {sorted(other)[0]}{more}, which its config.json has no place for; "
                 "the two do not belong together"
             )
-        return [p for p in wanted if not p.copy]
+        wanted = [p for p in wanted if p.released in self._where]
+        names = (name for p in wanted for name in (p.released, p.released + SCALE))
+        self._unread = Counter(self._where[name] for name in names if name in self._where)
+        return wanted
 
     def read(self, piece: Piece) -> Tensor:
-        """One tensor, in the shape the config asks for, never FP8."""
+        """One tensor of the plan, once, in the shape the config asks for, never FP8."""
         tensor = self._tensor(piece.released)
+        shard = self._where[piece.released]
         if tuple(tensor.shape) != piece.shape:
             raise UserError(
-                f"{self._where[piece.released]} in {self.folder} has {piece.released} of shape {list(tensor.shape)}, "
+                f"{shard} in {self.folder} has {piece.released} of shape {list(tensor.shape)}, "
                 f"and config.json makes it {list(piece.shape)}; the two do not belong together"
             )
-        if tensor.dtype != torch.float8_e4m3fn:
-            return tensor
         scale = piece.released + SCALE
+        if tensor.dtype in PLAIN:
+            if scale in self._where:
+                raise UserError(
+                    f"{self.folder} has {scale}, but its weight is {_name(tensor.dtype)} and not FP8; if that was "
+                    "multiplied already, remove the scale"
+                )
+            return tensor
+        if tensor.dtype != torch.float8_e4m3fn or tensor.ndim != 2:
+            raise UserError(
+                f"{shard} in {self.folder} has {piece.released} as {_name(tensor.dtype)} {list(tensor.shape)}, which "
+                "cannot be read; convert the folder to bfloat16"
+            )
         if scale not in self._where:
             raise UserError(
                 f"{self.folder} has {piece.released} in FP8 but not its {scale}; without the scales the weights mean "
@@ -195,19 +223,25 @@ class _Reader:
         shard = self._shard(self._where[name])
         try:
             tensor: Tensor = shard.get_tensor(name)
-        except SafetensorError:
-            raise UserError(
-                f"{self._where[name]} in {self.folder} lacks {name}, although {INDEX} says so; download it again"
-            ) from None
+        except SafetensorError as error:
+            if name in shard.keys():  # noqa: SIM118 - not a dict
+                reason = f"has {name}, which cannot be read ({error})"
+            else:
+                reason = f"lacks {name}, although {INDEX} says so"
+            raise UserError(f"{self._where[name]} in {self.folder} {reason}; download it again") from None
+        self._unread[self._where[name]] -= 1
+        if not self._unread[self._where[name]]:
+            del self._open[self._where[name]]  # its pages count as this process' memory as long as it is mapped
         return tensor
 
     def _shard(self, name: str) -> Any:
         if name not in self._open:
             try:
                 self._open[name] = safe_open(self.folder / name, framework="pt")
-            except (SafetensorError, OSError) as error:
-                reason = str(error).splitlines()[0]
-                raise UserError(f"{self.folder / name} is damaged or cut off ({reason}); download it again") from None
+            except SafetensorError as error:
+                raise UserError(f"{self.folder / name} is damaged or cut off ({error}); download it again") from None
+            except OSError as error:
+                raise UserError(f"{self.folder / name} cannot be read ({error}); mend its permissions") from None
         return self._open[name]
 
 
@@ -218,12 +252,24 @@ def _place(tensor: Tensor, piece: Piece) -> Tensor:
     return tensor if piece.rows is None else tensor[piece.rows[0] : piece.rows[1]]
 
 
+def _equal(place: Tensor, tensor: Tensor) -> bool:
+    """Whether a tensor of the folder is what ``place`` was filled with; in parts, so that no copy of it is made."""
+    parts = zip(place.split(1024), tensor.split(1024), strict=True)
+    return all(torch.equal(mine, part.to(mine)) for mine, part in parts)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; give a Hugging Face folder with config.json and weights") from None
-    except (OSError, ValueError):
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); mend its permissions") from None
+    except ValueError:
         raise UserError(f"{path} is not valid JSON; download it again") from None
     if not isinstance(content, dict):
         raise UserError(f"{path} does not hold a JSON object; download it again")
@@ -238,22 +284,27 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def _encoded(piece: Piece, tensor: Tensor, dtype: torch.dtype, quantize: str | None) -> Iterator[tuple[str, Tensor]]:
-    if piece.released.endswith("e_score_correction_bias"):
-        yield piece.released, tensor.to(torch.float32)
-    elif quantize == "fp8" and piece.linear:
-        weight, scale = quantise(tensor)
-        yield piece.released, weight
-        yield piece.released + SCALE, scale
-    else:
-        yield piece.released, tensor.to(dtype)
+def _encoded(
+    parts: Iterable[Piece], ours: Tensor, dtype: torch.dtype, quantize: str | None
+) -> Iterator[tuple[str, Tensor]]:
+    """The released tensors that one of ours becomes."""
+    for piece in parts:
+        tensor = _place(ours, piece)
+        if piece.released.endswith("e_score_correction_bias"):
+            yield piece.released, tensor.to(torch.float32)
+        elif quantize == "fp8" and piece.linear:
+            weight, scale = quantise(tensor)
+            yield piece.released, weight
+            yield piece.released + SCALE, scale
+        else:
+            yield piece.released, tensor.to(dtype)
 
 
 def _config_of(config: ModelConfig, dtype: torch.dtype, quantize: str | None) -> dict[str, Any]:
     written = config.to_hf()
     v3 = config.model_type == "deepseek_v3"
     written["architectures"] = ["DeepseekV3ForCausalLM" if v3 else "DeepseekV2ForCausalLM"]
-    written["torch_dtype"] = str(dtype).removeprefix("torch.")
+    written["torch_dtype"] = _name(dtype)
     if quantize == "fp8":
         written["quantization_config"] = {
             "quant_method": "fp8",
@@ -272,28 +323,37 @@ class _Writer:
         self.held: dict[str, Tensor] = {}
         self.size = self.total = 0
         self.shards: list[list[str]] = []
-        folder.mkdir(parents=True, exist_ok=True)
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        size = tensor.numel() * tensor.element_size()
-        if self.held and self.size + size > self.limit:
-            self._flush()
-        self.held[name] = tensor.cpu().contiguous().clone()  # a slice must not write the whole it is cut from
-        self.size += size
-        self.total += size
+    def start(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.remove_unfinished()
+
+    def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            size = tensor.numel() * tensor.element_size()
+            if self.held and self.size + size > self.limit:
+                self._flush()
+            self.held[name] = tensor.cpu().contiguous().clone()  # a slice must not write the whole it is cut from
+            self.size += size
+            self.total += size
 
     def finish(self, config: Mapping[str, Any]) -> None:
+        """Puts the new files in the place of an older model's; between the two a reader finds none."""
         self._flush()
         count = len(self.shards)
         names = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-        for old in (*self.folder.glob("model*.safetensors"), self.folder / INDEX):
+        for old in (self.folder / INDEX, self.folder / SINGLE, *self.folder.glob("model-?????-of-?????.safetensors")):
             old.unlink(missing_ok=True)
+        _write_json(self.folder / "config.json", dict(config))
         for i, name in enumerate(names):
             os.replace(self._temporary(i), self.folder / name)
-        _write_json(self.folder / "config.json", dict(config))
         if count > 1:
             where = {tensor: names[i] for i, shard in enumerate(self.shards) for tensor in shard}
             _write_json(self.folder / INDEX, {"metadata": {"total_size": self.total}, "weight_map": where})
+
+    def remove_unfinished(self) -> None:
+        for left in self.folder.glob(".shard-*.partial"):
+            left.unlink()
 
     def _flush(self) -> None:
         save_file(self.held, self._temporary(len(self.shards)), metadata={"format": "pt"})
@@ -302,6 +362,22 @@ class _Writer:
 
     def _temporary(self, shard: int) -> Path:
         return self.folder / f".shard-{shard:05d}.partial"
+
+
+def _on_first_rank(writer: _Writer, do: Callable[[], None], together: bool) -> None:
+    """Runs ``do`` on rank 0; where ranks gather together, its failure is everyone's, so that nobody waits for it."""
+    failure: list[str | None] = [None]
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+        try:
+            do()
+        except (OSError, SafetensorError) as error:
+            failure[0] = getattr(error, "strerror", None) or str(error)
+            with suppress(OSError):
+                writer.remove_unfinished()
+    if together:
+        dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise UserError(f"{writer.folder} cannot be written ({failure[0]}); make room or give another folder")
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

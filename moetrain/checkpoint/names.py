@@ -1,7 +1,8 @@
 """Our parameter names and the released ones, as a table that is computed, so that both directions come from one place.
 
 The released files hold gate and up projections apart and every expert on its own; here both are stacked. A ``Piece``
-says which part of one of our tensors a released tensor is.
+says which part of one of our tensors a released tensor is. transformers can also write experts as it holds them,
+stacked like ours; that is the ``fused`` table.
 """
 
 from __future__ import annotations
@@ -34,12 +35,15 @@ class Piece(NamedTuple):
     copy: bool = False
 
 
-def pieces(config: ModelConfig) -> Iterator[Piece]:
-    """Every tensor of a release, in the order in which layers come."""
+def pieces(config: ModelConfig, *, fused: bool = False) -> Iterator[Piece]:
+    """Every tensor of a release, in the order in which layers come; the pieces of one of our tensors follow each other.
+
+    ``fused``: experts stacked, as transformers writes them with ``save_original_format=False``.
+    """
     d, v = config.hidden_size, config.vocab_size
     yield Piece("model.embed_tokens.weight", "embed_tokens.weight", (v, d))
     for layer in range(config.num_hidden_layers):
-        yield from _block(config, f"model.layers.{layer}", f"layers.{layer}", config.is_moe_layer(layer))
+        yield from _block(config, f"model.layers.{layer}", f"layers.{layer}", config.is_moe_layer(layer), fused)
     yield Piece("model.norm.weight", "norm.weight", (d,))
     yield Piece("lm_head.weight", "lm_head.weight", (v, d))
     for k in range(config.num_nextn_predict_layers):
@@ -48,12 +52,12 @@ def pieces(config: ModelConfig) -> Iterator[Piece]:
         yield Piece(f"{there}.enorm.weight", f"{here}.enorm.weight", (d,))
         yield Piece(f"{there}.hnorm.weight", f"{here}.hnorm.weight", (d,))
         yield Piece(f"{there}.eh_proj.weight", f"{here}.eh_proj.weight", (d, 2 * d))
-        yield from _block(config, there, f"{here}.block", True)
+        yield from _block(config, there, f"{here}.block", True, fused)
         yield Piece(f"{there}.shared_head.norm.weight", f"{here}.norm.weight", (d,))
         yield Piece(f"{there}.shared_head.head.weight", "lm_head.weight", (v, d), copy=True)
 
 
-def _block(config: ModelConfig, there: str, here: str, moe: bool) -> Iterator[Piece]:
+def _block(config: ModelConfig, there: str, here: str, moe: bool, fused: bool) -> Iterator[Piece]:
     d, h = config.hidden_size, config.num_attention_heads
     latent, rope = config.kv_lora_rank, config.qk_rope_head_dim
     yield Piece(f"{there}.input_layernorm.weight", f"{here}.input_layernorm.weight", (d,))
@@ -82,12 +86,16 @@ def _block(config: ModelConfig, there: str, here: str, moe: bool) -> Iterator[Pi
     if config.topk_method == "noaux_tc":
         bias = "mlp.gate.e_score_correction_bias"
         yield Piece(f"{there}.{bias}", f"{here}.{bias}", (e,))
-    for i in range(e):
-        mine = f"{there}.mlp.experts.{i}"
-        stacked = f"{here}.mlp.experts.gate_up_proj"
-        yield Piece(f"{mine}.gate_proj.weight", stacked, (m, d), expert=i, rows=(0, m), linear=True)
-        yield Piece(f"{mine}.up_proj.weight", stacked, (m, d), expert=i, rows=(m, 2 * m), linear=True)
-        yield Piece(f"{mine}.down_proj.weight", f"{here}.mlp.experts.down_proj", (d, m), expert=i, linear=True)
+    experts, up, down = f"{there}.mlp.experts", f"{here}.mlp.experts.gate_up_proj", f"{here}.mlp.experts.down_proj"
+    if fused:
+        yield Piece(f"{experts}.gate_up_proj", up, (e, 2 * m, d))
+        yield Piece(f"{experts}.down_proj", down, (e, d, m))
+    else:
+        for i in range(e):
+            yield Piece(f"{experts}.{i}.gate_proj.weight", up, (m, d), expert=i, rows=(0, m), linear=True)
+            yield Piece(f"{experts}.{i}.up_proj.weight", up, (m, d), expert=i, rows=(m, 2 * m), linear=True)
+        for i in range(e):
+            yield Piece(f"{experts}.{i}.down_proj.weight", down, (d, m), expert=i, linear=True)
     if config.n_shared_experts:
         yield from _mlp(f"{there}.mlp.shared_experts", f"{here}.mlp.shared_experts", d, config.n_shared_experts * m)
 

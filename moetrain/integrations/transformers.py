@@ -1,8 +1,8 @@
 """Routers of transformers' mixture-of-experts models, without a change to their code.
 
-Their routers return ``(logits, weights, choice)``, and the losses here need two things of them: to see these, and to put a
-gradient into the logits. A forward hook does both. The weights pass through an identity that hands the balance gradient on
-to the scores, so it flows wherever the router's own gradient flows, also under recompute.
+Their routers return ``(logits, weights, choice)``, and the losses here need two things of them: to see these, and to
+put a gradient into the logits. A forward hook does both. The weights pass through an identity that hands the balance
+gradient on to the scores, so it flows wherever the router's own gradient flows, also under recompute.
 
 A choice made again in recompute is not replayed (that would need their code): it is the same on the same hardware, and
 writing it twice counts it once.
@@ -31,8 +31,8 @@ ROUTERS = {
 def transformers_routers(model: nn.Module) -> list[Router]:
     """The routers of a DeepSeek-V2, DeepSeek-V3, Qwen3-MoE or Mixtral model, plain or wrapped, in its order.
 
-    Give them to ``MoEAccumulator(..., routers=transformers_routers(model))``; V3 models then also get the update of their
-    routing bias, which transformers loads and never moves.
+    Give them to ``MoEAccumulator(..., routers=transformers_routers(model))``; V3 models then also get the update of
+    their routing bias, which transformers loads and never moves.
     """
     return [_router(name, m) for name, m in model.named_modules() if type(m).__name__ in ROUTERS]
 

@@ -36,5 +36,6 @@ def test_it_learns_in_under_forty_lines(name):
 @pytest.mark.dist
 def test_the_accelerate_loop_takes_the_same_steps_on_two_processes():
     pytest.importorskip("accelerate")
-    launched = run("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29743", "examples/accelerate_loop.py")
+    launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29743")
+    launched = run(*launcher, "examples/accelerate_loop.py")
     assert len(re.findall(r"step 5 ", launched)) == 1

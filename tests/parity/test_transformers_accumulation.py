@@ -1,7 +1,7 @@
 """The accumulation core on transformers' models: the exact scopes change nothing by how a batch is cut.
 
-transformers computes norms and routers in fp32 whatever the dtype, so float64 agrees to fp32 rounding: 1e-5 relative in the
-parameters after a step of gradient descent whose gradients are of order one.
+transformers computes norms and routers in fp32 whatever the dtype, so float64 agrees to fp32 rounding: 1e-5 relative
+in the parameters after a step of gradient descent whose gradients are of order one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ BOUND = 1e-5
 def qwen():
     config = t.Qwen3MoeConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=8, num_experts_per_tok=2, use_cache=False,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=8, num_experts_per_tok=2,
+        use_cache=False,
     )  # fmt: skip
     return t.Qwen3MoeForCausalLM(config)
 
@@ -68,7 +69,7 @@ def run(make, scope, sizes, recompute=False):
         windows.append({k: v[first : first + size] for k, v in whole.items()})
         first += size
     report = accumulator.step(Window(windows))
-    return report, {**dict(m.named_parameters()), **dict(m.named_buffers())}
+    return report, {k: v.detach().float() for k, v in (*m.named_parameters(), *m.named_buffers())}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -80,7 +81,7 @@ def test_cutting_and_recompute_change_nothing(name, scope):
         got, cut = run(MODELS[name], scope, sizes, recompute)
         assert torch.equal(got.load, want.load)
         assert abs(float(got.total - want.total)) < BOUND * float(want.total)
-        assert difference({k: v.detach().float() for k, v in cut.items()}, {k: v.detach().float() for k, v in parameters.items()}) < BOUND
+        assert difference(cut, parameters) < BOUND
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
@@ -93,7 +94,8 @@ def test_their_model_takes_the_step_that_ours_takes(family, scope):
     for m, loss, routers in ((ours, DeepSeekLoss(ours.config), None), (theirs, None, transformers_routers(theirs))):
         m.train()
         kwargs = {} if loss is None else {"loss": loss}
-        accumulator = MoEAccumulator(m, torch.optim.SGD(m.parameters(), lr=0.1), balance=balance, routers=routers, **kwargs)
+        sgd = torch.optim.SGD(m.parameters(), lr=0.1)
+        accumulator = MoEAccumulator(m, sgd, balance=balance, routers=routers, **kwargs)
         whole = batch(ours.config.vocab_size)
         steps.append(accumulator.step(Window({k: v[i : i + 2] for k, v in whole.items()} for i in (0, 2, 4))))
     assert torch.equal(steps[0].load, steps[1].load)

@@ -1,7 +1,7 @@
 """Who may import whom: the table is the architecture, and an import outside it fails, wherever it hides.
 
-Imports inside functions and under TYPE_CHECKING count. ``trainer``, ``verify``, ``loop`` and ``__main__`` wire everything
-together and may import anything; ``moetrain/__init__.py`` names things and imports nothing at runtime.
+Imports inside functions and under TYPE_CHECKING count. ``trainer``, ``verify``, ``loop`` and ``__main__`` wire
+everything together and may import anything; ``moetrain/__init__.py`` names things and imports nothing at runtime.
 """
 
 from __future__ import annotations
