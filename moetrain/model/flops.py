@@ -18,6 +18,8 @@ class ParameterCounts:
     Attributes:
         embedding, head: vocab_size x hidden_size each.
         attention: of one layer, its inner norms included.
+        query, latent, key_value, output: its parts: q (whole, or both factors with their norm), kv_a with its norm,
+            kv_b, o.
         dense_ffn: of one dense layer.
         expert: one routed expert.
         shared: the shared experts of one layer.
@@ -34,6 +36,10 @@ class ParameterCounts:
     embedding: int
     head: int
     attention: int
+    query: int
+    latent: int
+    key_value: int
+    output: int
     dense_ffn: int
     expert: int
     shared: int
@@ -60,7 +66,9 @@ def parameter_counts(config: ModelConfig) -> ParameterCounts:
     """Every count, exactly (facts A.2)."""
     d, m, e = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
     table = config.vocab_size * d
-    attention = _attention_matrices(config) + config.kv_lora_rank + (config.q_lora_rank or 0)
+    query, latent, key_value, output = _attention_parts(config)
+    query, latent = query + (config.q_lora_rank or 0), latent + config.kv_lora_rank
+    attention = query + latent + key_value + output
     expert = 3 * d * m
     shared = config.n_shared_experts * expert
     gate = e * d + (e if config.topk_method == "noaux_tc" else 0)
@@ -77,6 +85,10 @@ def parameter_counts(config: ModelConfig) -> ParameterCounts:
         embedding=table,
         head=table,
         attention=attention,
+        query=query,
+        latent=latent,
+        key_value=key_value,
+        output=output,
         dense_ffn=dense_ffn,
         expert=expert,
         shared=shared,
@@ -102,9 +114,10 @@ def flops_per_token(config: ModelConfig, seq_len: int, *, causal: bool = True, m
     """
     d = config.hidden_size
     counts = parameter_counts(config)
-    moe = _attention_matrices(config) + config.n_routed_experts * d
+    attention_matrices = sum(_attention_parts(config))
+    moe = attention_matrices + config.n_routed_experts * d
     moe += (config.num_experts_per_tok + config.n_shared_experts) * counts.expert
-    dense = _attention_matrices(config) + counts.dense_ffn
+    dense = attention_matrices + counts.dense_ffn
     moe_layers = sum(config.is_moe_layer(i) for i in range(config.num_hidden_layers))
     layers = config.num_hidden_layers
     matrices = moe_layers * moe + (layers - moe_layers) * dense + counts.head
@@ -121,11 +134,12 @@ def kv_cache_bytes_per_token(config: ModelConfig, bytes_each: int = 2) -> int:
     return (config.kv_lora_rank + config.qk_rope_head_dim) * config.num_hidden_layers * bytes_each
 
 
-def _attention_matrices(config: ModelConfig) -> int:
+def _attention_parts(config: ModelConfig) -> tuple[int, int, int, int]:
+    """Matrices of one layer without norms: q, kv_a, kv_b, o."""
     d, h = config.hidden_size, config.num_attention_heads
     query = d * h * config.qk_head_dim
     if config.q_lora_rank is not None:
         query = config.q_lora_rank * (d + h * config.qk_head_dim)
     latent = config.kv_lora_rank
     up = latent * h * (config.qk_nope_head_dim + config.v_head_dim)
-    return query + d * (latent + config.qk_rope_head_dim) + up + h * config.v_head_dim * d
+    return query, d * (latent + config.qk_rope_head_dim), up, h * config.v_head_dim * d

@@ -41,7 +41,7 @@ class RunLog:
         self._file: TextIO | None = None
         self._board: Any = None
         self._bar: Progress | None = None
-        self._said: set[str] = set()
+        self._warned = False
         self._clock = _Clock()
 
     def __enter__(self) -> RunLog:
@@ -76,12 +76,18 @@ class RunLog:
         """Drops records of steps after ``step``, which will be taken again."""
         if self._file is None:
             return
-        lines = self.metrics.read_text(encoding="utf-8").splitlines()
-        kept = [line for line in lines if _step_of(line) <= step]
-        if len(kept) < len(lines):
-            self._file.close()
-            self.metrics.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-            self._file = self.metrics.open("a", encoding="utf-8")
+        try:
+            text = self.metrics.read_text(encoding="utf-8")
+            kept = "".join(line + "\n" for line in text.splitlines() if _step_of(line) <= step)
+            if kept != text:
+                # beside it first: a disk that is full must not cost the records there are
+                beside = self.metrics.with_suffix(".part")
+                beside.write_text(kept, encoding="utf-8")
+                self._file.close()
+                beside.replace(self.metrics)
+                self._file = self.metrics.open("a", encoding="utf-8")
+        except OSError as error:
+            self._warn(error)
 
     def start(self, facts: Mapping[str, str], *, step: int = 0, tokens: int = 0) -> None:
         """What the run is, before its first step (or the next after ``step``, ``tokens``); starts the clock."""
@@ -130,12 +136,13 @@ class RunLog:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-        if self._board is not None:
-            self._board.close()
-            self._board = None
+        for sink in (self._file, self._board):
+            try:
+                if sink is not None:
+                    sink.close()
+            except OSError as error:  # what a full disk refused is tried once more here
+                self._warn(error)
+        self._file = self._board = None
 
     # -- sinks --------------------------------------------------------------------------------------------------------
 
@@ -151,9 +158,12 @@ class RunLog:
                     if isinstance(value, (int, float)) and key != "step":
                         self._board.add_scalar(f"{kind}/{key}", value, int(record["step"]))
         except OSError as error:
-            if "disk" not in self._said:
-                self._said.add("disk")
-                self._print(f"warning: {self.metrics} cannot be written ({error.strerror}); training goes on without")
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            self._print(f"warning: {self.metrics} cannot be written ({error.strerror}); training goes on without")
 
     def _print(self, text: str) -> None:
         if not self._shown:

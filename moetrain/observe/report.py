@@ -23,16 +23,19 @@ def report(run_dir: Path) -> None:
     if not path.is_file():
         raise UserError(f"{run_dir} holds no metrics.jsonl; give the folder of a run")
     records = [record for line in path.read_text(encoding="utf-8").splitlines() if (record := _parsed(line))]
-    train = [r for r in records if r.get("kind") == "train" and r.get("loss") is not None]
+    train = [r for r in records if r.get("kind") == "train"]
     if not train:
         raise UserError(f"{path} holds no training step yet; wait for the run's first step")
-    first, last, best = train[0], train[-1], min(train, key=lambda r: r["loss"])
+    last = train[-1]
     table = Table(title=str(run_dir), show_header=False)
     table.add_row("steps", f"{last['step']:,}")
     table.add_row("tokens", f"{last['tokens']:,}")
-    table.add_row("loss, first", f"{first['loss']:.4f}")
-    table.add_row("loss, best", f"{best['loss']:.4f} (step {best['step']:,})")
-    table.add_row("loss, last", f"{last['loss']:.4f}")
+    table.add_row("loss, first", _loss(train[0]))
+    finite = [r for r in train if r.get("loss") is not None]
+    if finite:
+        best = min(finite, key=lambda r: r["loss"])
+        table.add_row("loss, best", f"{_loss(best)} (step {best['step']:,})")
+    table.add_row("loss, last", _loss(last))
     speeds = [r["tokens_per_s"] for r in train if r.get("tokens_per_s")]
     if speeds:
         table.add_row("tokens/s, median", f"{statistics.median(speeds):,.0f}")
@@ -40,8 +43,13 @@ def report(run_dir: Path) -> None:
         table.add_row("max violation, last", f"{last['max_violation']:.3f}")
     held_out = [r for r in records if r.get("kind") == "eval" and r.get("eval_loss") is not None]
     if held_out:
-        table.add_row("held out, last", f"{held_out[-1]['eval_loss']:.4f}, perplexity {held_out[-1]['perplexity']:.2f}")
+        text, perplexity = f"{held_out[-1]['eval_loss']:.4f}", held_out[-1].get("perplexity")
+        table.add_row("held out, last", text if perplexity is None else f"{text}, perplexity {perplexity:.2f}")
     Console().print(table)
+
+
+def _loss(record: dict[str, Any]) -> str:
+    return "not finite" if record.get("loss") is None else f"{record['loss']:.4f}"
 
 
 def _parsed(line: str) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 
+from moetrain.accumulate import update_bias
 from moetrain.config.model import ModelConfig
 from moetrain.model.gate import NoAuxTcGate
 from moetrain.model.rope import correction_range, inverse_frequencies, rotation, softmax_scale
@@ -110,3 +111,40 @@ def test_no_token_reaches_more_than_four_groups():
     choice, _ = g(torch.randn(500, 16))
     groups = torch.zeros(500, 8).scatter(1, choice // 32, 1.0).sum(dim=1)
     assert float(groups.max()) <= 4
+
+
+def choice_with_zeros(g, scores):
+    """The choice where other groups' biased scores become zero instead of minus infinity."""
+    biased = scores + g.e_score_correction_bias
+    groups = biased.unflatten(1, (8, 32)).topk(2, dim=-1).values.sum(-1).topk(4, dim=-1).indices
+    kept = torch.zeros(len(scores), 8, dtype=torch.bool).scatter_(1, groups, True).repeat_interleave(32, dim=1)
+    return biased.masked_fill(~kept, 0.0).topk(8, dim=-1).indices.sort().values
+
+
+def test_zero_masking_agrees_while_biased_scores_are_positive_and_only_then():
+    torch.manual_seed(0)
+    g = gate()
+    scores = torch.rand(50, 256) * 0.5 + 0.25
+    assert torch.equal(g.choose(scores).sort().values, choice_with_zeros(g, scores))
+    g.e_score_correction_bias -= 2.0  # every biased score is negative: a masked zero would win
+    ours = g.choose(scores).sort().values
+    assert not torch.equal(ours, choice_with_zeros(g, scores))
+    g.e_score_correction_bias.zero_()
+    assert torch.equal(ours, g.choose(scores).sort().values)
+
+
+def test_the_bias_moves_by_its_rate_against_the_load_whatever_the_loads_scale():
+    load = torch.tensor([0, 10, 20, 30, 40])
+    steps = []
+    for scale in (1, 7, 10**9):
+        bias = torch.zeros(5)
+        update_bias(bias, load * scale, 1e-3)
+        steps.append(bias)
+    want = torch.tensor([1e-3, 1e-3, 0.0, -1e-3, -1e-3])
+    assert all(torch.equal(bias, want) for bias in steps)
+
+
+def test_equal_loads_leave_the_bias_alone():
+    bias = torch.arange(256, dtype=torch.float32)
+    update_bias(bias, torch.full((256,), 12_345), 1e-3)
+    assert torch.equal(bias, torch.arange(256, dtype=torch.float32))

@@ -24,6 +24,11 @@ def config_of(scale):
 
 EXACT = {
     "embedding": (209_715_200, 524_288_000, 926_679_040),
+    "head": (209_715_200, 524_288_000, 926_679_040),
+    "query": (6_291_456, 7_864_320 + 1_536 + 37_748_736, 11_010_048 + 1_536 + 37_748_736),
+    "latent": (1_179_648 + 512, 2_949_120 + 512, 4_128_768 + 512),
+    "key_value": (2_097_152, 16_777_216, 16_777_216),
+    "output": (4_194_304, 83_886_080, 117_440_512),
     "attention": (13_763_072, 149_227_520, 187_107_328),
     "dense_ffn": (67_239_936, 188_743_680, 396_361_728),
     "expert": (8_650_752, 23_592_960, 44_040_192),
@@ -70,6 +75,8 @@ def test_published_v3_throughput_is_385_teraflops():
     assert flops_per_token(config_of("671B"), 4096) * 1541.7 / 1e12 == pytest.approx(386.1, abs=0.1)
     with_mtp = flops_per_token(config_of("671B"), 4096, mtp=True)
     assert with_mtp / 1e9 == pytest.approx(260.64, abs=0.01)
+    full = flops_per_token(config_of("671B"), 4096, causal=False, mtp=True)
+    assert full / 1e9 == pytest.approx(291.85, abs=0.01)
 
 
 @pytest.mark.parametrize(("scale", "size"), [("16B", 31_104), ("236B", 69_120), ("671B", 70_272)])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import time
 
 import pytest
 
+from moetrain.__main__ import main
 from moetrain.errors import UserError
 from moetrain.observe import RunLog, peak_flops
 from moetrain.observe.report import report
@@ -96,6 +99,50 @@ def test_a_full_disk_costs_the_record_and_is_said_once(tmp_path, capsys):
     assert capsys.readouterr().out.count("cannot be written (No space left on device)") == 1
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+def test_a_really_full_disk_does_not_end_the_run_at_its_close_either(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with log(tmp_path) as run:
+        run.step(record(1))
+        run.step(record(2))
+    out = capsys.readouterr().out
+    assert out.count("cannot be written (No space left on device)") == 1 and "step 2/10" in out
+
+
+def test_resuming_on_a_full_disk_keeps_the_records_there_are(tmp_path, capsys, monkeypatch):
+    with log(tmp_path) as run:
+        for step in range(1, 4):
+            run.step(record(step))
+
+    def full(self, data, **more):
+        open(self, "w").close()  # as a full disk does: the file is emptied, then nothing fits
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_text", full)
+    with log(tmp_path) as run:
+        run.resume_at(1)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+    assert "cannot be written" in capsys.readouterr().out
+
+
+def test_a_record_whose_line_was_not_ended_keeps_its_own_line(tmp_path):
+    with log(tmp_path) as run:
+        run.step(record(1))
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text().rstrip("\n"))
+    with log(tmp_path) as run:
+        run.resume_at(1)
+        run.step(record(2))
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+
+
+def test_without_tensorboard_there_are_simply_no_such_files(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # importing it raises ImportError
+    with log(tmp_path, tensorboard=True) as run:
+        run.step(record(1))
+    assert len(lines(tmp_path)) == 1 and not (tmp_path / "tensorboard").exists()
+
+
 def test_a_closed_terminal_does_not_end_the_run(tmp_path, monkeypatch):
     def gone(*args, **kwargs):
         raise BrokenPipeError
@@ -131,6 +178,24 @@ def test_a_report_sums_a_run_up(tmp_path, capsys):
     report(tmp_path)
     out = capsys.readouterr().out
     assert "3.0000" in out and "1.0000" in out and "4.48" in out and "300" in out
+
+
+def test_a_report_of_a_run_that_diverged_says_so(tmp_path, capsys):
+    with log(tmp_path) as run:
+        run.step(record(1, loss=2.0))
+        run.step(record(2, loss=float("nan")))
+        run.evaluation({"step": 2, "eval_loss": 800.0, "perplexity": float("inf")})
+    capsys.readouterr()
+    report(tmp_path)
+    out = capsys.readouterr().out
+    assert "2.0000 (step 1)" in out and "not finite" in out and "200" in out and "800.0000" in out
+
+
+def test_the_command_line_reports(tmp_path, capsys):
+    with log(tmp_path) as run:
+        run.step(record(1))
+    assert main(["report", str(tmp_path)]) == 0 and "loss, best" in capsys.readouterr().out
+    assert main(["report", str(tmp_path / "none")]) == 2 and "no metrics.jsonl" in capsys.readouterr().err
 
 
 def test_a_report_of_nothing_is_one_sentence(tmp_path):

@@ -83,6 +83,9 @@ def test_matrices_decay_and_vectors_do_not(family):
     assert all(name.endswith("norm.weight") for name in kept)
     assert not any("norm" in name for name in decayed)
     assert {"layers.1.mlp.gate.weight", "layers.1.mlp.experts.down_proj", "lm_head.weight"} <= decayed
+    buffers = {id(b) for name, b in m.named_buffers() if name.endswith("e_score_correction_bias")}
+    assert bool(buffers) == (family == "V3")
+    assert not buffers & {id(p) for group in (decay, rest) for p in group["params"]}
     assert (decay["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
 
 
