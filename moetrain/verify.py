@@ -67,12 +67,16 @@ def verify(config: RunConfig, *, dtype: str = "float64") -> bool:
     """
     small = scaled(config.model)
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)  # a file has room for the table
     console.print(
         f"{config.name}: {small.model_type} with {sum(p.numel() for p in _meta(small).parameters()):,} parameters, "
         f"{ROWS} rows of {TOKENS} tokens, {STEPS} steps, {dtype}"
     )
     scopes = [config.balance.scope, *(scope for scope in EXACT if scope != config.balance.scope)]
-    table = Table("scope", "layout", "loss", "gradients", "norm", "counts", "bias", "parameters", "")
+    table = Table()
+    for column in ("scope", "layout", "loss", "gradients", "norm", "counts", "bias", "parameters", ""):
+        table.add_column(column, no_wrap=True)
     held = True
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("layouts", total=len(scopes) * (1 + len(LAYOUTS)))
