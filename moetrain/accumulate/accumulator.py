@@ -66,6 +66,8 @@ class MoEAccumulator:
     ) -> None:
         if reduce not in ("window", "micro_batch"):
             raise ValueError(f"reduce must be 'window' or 'micro_batch', not {reduce!r}")
+        if max_norm is not None and not 0.0 < max_norm < math.inf:
+            raise ValueError(f"max_norm must be a positive number, or None for no clipping, not {max_norm}")
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self.balance = balance or Balance()
         self.bias_rate = self.balance.bias_rate  # may follow a schedule between steps
@@ -77,9 +79,14 @@ class MoEAccumulator:
             raise ValueError("a balance loss needs routers, and the model has none that this library knows")
 
     def step(self, window: Window) -> StepReport:
-        """One optimizer step on this rank's ``window``; every rank gives as many micro-batches."""
+        """One optimizer step on this rank's ``window``; every rank gives as many micro-batches.
+
+        Gradients are the step's own: what is in ``.grad`` before (a window that an exception ended) is dropped.
+        """
         parameter = next(self.model.parameters())
         device = parameter.device
+        if not isinstance(window, Window):
+            raise ValueError("step takes a Window: Window(micro_batches), or windows(loader, micro_batches=...)")
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         window = window.to(device)
         depths = max([*self.loss.depths, *(r.depth for r in self.ledger.routers)], default=0)

@@ -10,6 +10,7 @@ Legend: T tokens, E experts, G expert groups (a "device" of the V2 losses), S st
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,6 +48,10 @@ class Balance:
         scopes = ("sequence", "micro_batch", "running", "previous", "window")
         if self.scope not in scopes:
             raise ValueError(f"balance scope must be one of {', '.join(scopes)}, not {self.scope!r}")
+        for name in ("alpha", "alpha_device", "alpha_communication", "z_loss", "bias_rate"):
+            value = getattr(self, name)
+            if not 0.0 <= value < math.inf:
+                raise ValueError(f"balance {name} must be a number from 0 on, not {value}")
 
     @property
     def active(self) -> bool:

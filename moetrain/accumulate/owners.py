@@ -24,7 +24,10 @@ class GradientOwner(Protocol):
     """What the accumulator asks of whoever holds model and optimizer."""
 
     def begin(self, *, all_forwards_first: bool) -> None:
-        """Before a window: whether all its forwards come before its first backward."""
+        """Before a window: forgets gradients that are not its own, and learns in which order it will run.
+
+        ``all_forwards_first``: every forward comes before the first backward.
+        """
         ...
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
@@ -61,7 +64,7 @@ class PlainOwner:
         self.model, self.optimizer, self.groups = model, optimizer, tuple(groups)
 
     def begin(self, *, all_forwards_first: bool) -> None:
-        pass
+        self.discard()
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -90,7 +93,9 @@ class PlainOwner:
         self.optimizer.step()
 
     def discard(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+        # the model's, not the optimizer's: one that steps a part of the parameters would leave the others' to grow
+        for p in self.model.parameters():
+            p.grad = None
 
 
 class DDPOwner(PlainOwner):
@@ -106,6 +111,7 @@ class DDPOwner(PlainOwner):
         model.register_comm_hook(model.process_group, _sum_bucket)
 
     def begin(self, *, all_forwards_first: bool) -> None:
+        super().begin(all_forwards_first=all_forwards_first)
         self.silent = all_forwards_first
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:

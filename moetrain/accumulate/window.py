@@ -41,7 +41,10 @@ class MicroBatch:
     extra: Mapping[str, Tensor] = field(default_factory=dict)
 
     def targets(self, ahead: int = 1) -> Tensor:
-        """[B, T]: the label ``ahead`` places on, -100 past the row's end and across a document's end."""
+        """[B, T]: the label ``ahead`` places on, -100 past the row's end, across a document's end, and at padding.
+
+        A padding token predicts nothing, also where it stands before a row's first token.
+        """
         B, T = self.labels.shape
         out = self.labels.new_full((B, T), IGNORED)
         if ahead < T:
@@ -49,6 +52,8 @@ class MicroBatch:
             if self.document_ids is not None:
                 other = self.document_ids[:, ahead:] != self.document_ids[:, : T - ahead]
                 out[:, : T - ahead].masked_fill_(other, IGNORED)
+        if self.attention_mask is not None:
+            out.masked_fill_(self.attention_mask == 0, IGNORED)
         return out
 
     def routed(self, depth: int = 0) -> Tensor | None:
@@ -146,6 +151,8 @@ def _micro_batch(slot: int, item: Mapping[str, Tensor] | MicroBatch) -> MicroBat
     shape = item["input_ids"].shape
     if len(shape) != 2:
         raise ValueError(f"micro-batch {slot}: input_ids must be [batch, tokens], not {list(shape)}")
+    if 0 in shape:
+        raise ValueError(f"micro-batch {slot} is empty ({list(shape)}): leave it out, or give a row of padding")
     known = {key: item[key] for key in _KNOWN if item.get(key) is not None}
     for key, value in known.items():
         if value.shape != shape:
@@ -156,6 +163,9 @@ def _micro_batch(slot: int, item: Mapping[str, Tensor] | MicroBatch) -> MicroBat
     mask = known.get("attention_mask")
     last = mask is None or bool((mask[:, 1:] <= mask[:, :-1]).all()) if _on_host(mask) else False
     extra = {key: value for key, value in item.items() if key not in _KNOWN}
+    for key, value in extra.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"micro-batch {slot}: {key!r} is no tensor, and goes to the model as it is; leave it out")
     return MicroBatch(slot=slot, extra=extra, _padding_is_last=last, **known)
 
 

@@ -103,7 +103,9 @@ class CheckpointFolder:
                 shutil.rmtree(replaced)
             for later in [s for s in self._steps() if s > step]:
                 _set_aside(self._folder(later))
-            for old in self._steps()[: -self.keep]:
+            # a damaged one is none of the kept: it would push out the last one that could be loaded
+            whole = [s for s in self._steps() if self._is_whole(s)]
+            for old in [s for s in whole if s not in whole[-self.keep :]]:
                 shutil.rmtree(self._folder(old))
 
         state = tensors.read_state(model, optimizer)
@@ -214,6 +216,14 @@ class CheckpointFolder:
             return []
         names = (p.name.removeprefix("step_") for p in self.path.iterdir() if p.name.startswith("step_") and p.is_dir())
         return sorted(int(name) for name in names if name.isdigit())
+
+    def _is_whole(self, step: int) -> bool:
+        """By manifest and sizes; checksums of old ones are not worth their time at each save."""
+        try:
+            _manifest(self._folder(step), checksums=False)
+        except DamagedError:
+            return False
+        return True
 
     def _folder(self, step: int) -> Path:
         return self.path / f"step_{step:08d}"

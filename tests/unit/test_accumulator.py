@@ -183,3 +183,88 @@ def test_wrong_settings_are_refused_in_words():
         MoEAccumulator(m, optimizer, reduce="micro_batch")
     with pytest.raises(ValueError, match="needs routers"):
         MoEAccumulator(torch.nn.Linear(2, 2), optimizer, balance=Balance(alpha=1.0))
+
+
+def gradients_of(accumulator, m, w):
+    kept = {}
+    accumulator.owner.step = lambda: kept.update({n: p.grad.clone() for n, p in m.named_parameters()})
+    accumulator.step(w)
+    return kept
+
+
+def test_an_exception_in_the_middle_of_a_window_leaves_nothing_to_the_next():
+    class Failing(DeepSeekLoss):
+        def __call__(self, module, micro_batch):
+            if micro_batch.slot == 1:
+                raise RuntimeError("out of memory")
+            return super().__call__(module, micro_batch)
+
+    m = model()
+    accumulator = sgd(m, V3, every_loss(V3, "sequence"), max_norm=None)
+    accumulator.loss = Failing(V3)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        accumulator.step(window([3, 3]))
+    accumulator.loss = DeepSeekLoss(V3)
+    other = model()
+    want = gradients_of(sgd(other, V3, every_loss(V3, "sequence"), max_norm=None), other, window([3, 3]))
+    assert difference(gradients_of(accumulator, m, window([3, 3])), want) == 0.0
+
+
+def test_gradients_from_before_are_not_part_of_the_step():
+    m, other = model(), model()
+    for p in m.parameters():
+        p.grad = torch.ones_like(p)
+    got = gradients_of(sgd(m, V3, Balance(), max_norm=None), m, window([6]))
+    assert difference(got, gradients_of(sgd(other, V3, Balance(), max_norm=None), other, window([6]))) == 0.0
+
+
+def test_an_optimizer_of_a_part_of_the_parameters_has_the_same_norm_every_step():
+    m = model()
+    part = torch.optim.SGD(m.lm_head.parameters(), lr=0.0)
+    accumulator = MoEAccumulator(m, part, loss=DeepSeekLoss(V3))
+    norms = [float(accumulator.step(window([2, 4])).grad_norm) for _ in range(3)]
+    assert norms[0] == norms[1] == norms[2]
+
+
+def test_padding_before_a_row_is_worth_as_much_as_none():
+    """The same rows, four places of padding in front and positions that start after it: the same step."""
+    ids = global_batch()["input_ids"][:2]
+    front = torch.zeros(2, 4, dtype=torch.int64)
+    padded = {
+        "input_ids": torch.cat([front, ids], dim=1),
+        "labels": torch.cat([front - 100, ids], dim=1),
+        "attention_mask": torch.cat([front, torch.ones_like(ids)], dim=1),
+        "position_ids": torch.cat([front, torch.arange(ids.shape[1]).expand_as(ids)], dim=1),
+    }
+    reports = []
+    for batch in ({"input_ids": ids, "labels": ids}, padded):
+        reports.append(sgd(model(), V3, every_loss(V3, "sequence")).step(Window([batch])))
+    assert torch.equal(reports[0].load, reports[1].load)
+    assert reports[0].valid_tokens == reports[1].valid_tokens
+    for term in reports[0].losses:
+        assert float(reports[0].losses[term]) == pytest.approx(float(reports[1].losses[term]), rel=1e-12), term
+
+
+@pytest.mark.parametrize("value", [-1.0, 0.0, float("nan"), float("inf")])
+def test_a_norm_that_is_no_bound_is_refused(value):
+    m = model()
+    with pytest.raises(ValueError, match="max_norm must be a positive number"):
+        MoEAccumulator(m, torch.optim.SGD(m.parameters(), lr=0.1), max_norm=value)
+
+
+@pytest.mark.parametrize("name", ["alpha", "alpha_device", "alpha_communication", "z_loss", "bias_rate"])
+@pytest.mark.parametrize("value", [-1.0, float("nan")])
+def test_a_weight_that_is_none_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"balance {name} must be"):
+        Balance(**{name: value})
+
+
+def test_what_is_no_window_or_no_tensor_or_empty_is_refused_in_words():
+    m = model()
+    batch = global_batch()
+    with pytest.raises(ValueError, match="step takes a Window"):
+        sgd(m, V3, Balance()).step([batch])
+    with pytest.raises(ValueError, match="'name' is no tensor"):
+        Window([{**batch, "name": ["a"]}])
+    with pytest.raises(ValueError, match="leave it out, or give a row of padding"):
+        Window([{key: value[:0] for key, value in batch.items()}])

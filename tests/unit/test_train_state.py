@@ -284,3 +284,15 @@ def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path):
     m, optimizer, _ = built()
     with pytest.raises(UserError, match=r"could not be written to .*file \(Not a directory\)"):
         CheckpointFolder(tmp_path / "file").save(1, model=m, optimizer=optimizer, extra={}, config={})
+
+
+def test_a_damaged_checkpoint_never_pushes_out_the_last_whole_one(tmp_path):
+    m, optimizer, checkpoints = saved(tmp_path, steps=3, keep=2)
+    path = shard(tmp_path / "step_00000003")
+    path.write_bytes(path.read_bytes()[:-9])
+    checkpoints.save(4, model=m, optimizer=optimizer, extra={"step": 4}, config={})
+    path = shard(tmp_path / "step_00000004")
+    path.write_bytes(path.read_bytes()[:-9])
+    again, other, _ = built()
+    extra = CheckpointFolder(tmp_path).load_latest(model=again, optimizer=other, warn=lambda sentence: None)
+    assert extra is not None and extra["step"] == 2
