@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from moetrain.accumulate import MoEAccumulator, StepReport, Window
-from moetrain.accumulate.denominators import count_denominators, sum_over
+from moetrain.accumulate.denominators import count_denominators
+from moetrain.accumulate.traffic import Traffic
 from moetrain.config.run import RunConfig
 from moetrain.errors import UserError
 from moetrain.model import DeepSeekLoss
 from moetrain.observe import RunLog, Value
+from moetrain.optim import BatchSizes, FixedBatch, LearningRate, NoiseSteeredBatch
 from moetrain.parallel.ranks import Ranks
 
 
@@ -30,6 +32,23 @@ class Progress:
     step: int = 0
     sequences: int = 0
     tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Budget:
+    """When a run is done: after so many accepted steps, or so many tokens in them.
+
+    ``expected_steps``: the same in steps, exact unless the batch follows measurements.
+    """
+
+    steps: int | None
+    tokens: int | None
+    expected_steps: int
+
+    def reached(self, progress: Progress) -> bool:
+        if self.steps is not None:
+            return progress.step >= self.steps
+        return progress.tokens >= (self.tokens or 0)
 
 
 class StopSignal:
@@ -63,7 +82,7 @@ def evaluate(model: torch.nn.Module, loss: DeepSeekLoss, windows: Iterable[Windo
         for item in window:
             total[0] += loss(model, item)[0].to(torch.float64)
     model.train()
-    sum_over(total, ranks.groups)
+    Traffic().sum(total, ranks.groups, "report")
     mean = (total[0] / total[1].clamp(min=1)).item()
     return {"eval_loss": mean, "perplexity": math.exp(min(mean, 700.0)), "eval_tokens": int(total[1].item())}
 
@@ -74,6 +93,9 @@ def run(
     accumulator: MoEAccumulator,
     loss: DeepSeekLoss,
     windows: Callable[[Progress], Iterable[Window]],
+    sizes: BatchSizes,
+    learning_rate: LearningRate,
+    budget: Budget,
     held_out: Callable[[], Iterable[Window]],
     progress: Progress,
     save: Callable[[Progress], None],
@@ -92,13 +114,17 @@ def run(
         for window in windows(progress):
             accumulator.bias_rate = config.balance.bias_rate.at(progress.tokens)
             loss.mtp_weight = config.mtp.weight.at(progress.tokens)
+            sequences = sizes.size(progress.sequences)
+            learning_rate.next_batch(sequences, sequences * config.data.seq_len)
             report = accumulator.step(window)
-            progress.sequences += config.batch.global_batch
+            progress.sequences += sequences
             stopping = stop.reached()
             if report.skipped is None:
                 discarded = 0
                 progress.step += 1
-                progress.tokens += config.tokens_per_step
+                progress.tokens += sequences * config.data.seq_len
+                if isinstance(sizes, NoiseSteeredBatch):
+                    _steer(sizes, report, sequences)
             else:
                 discarded += 1
                 log.note(f"step {progress.step + 1}: window discarded, {report.skipped}")
@@ -109,9 +135,9 @@ def run(
                     )
                 if not stopping:
                     continue
-            last = progress.step >= config.total_steps
+            last = budget.reached(progress)
             if report.skipped is None and (progress.step % config.log.every == 0 or last):
-                record = log.step(_record(progress, report), mfu_per_rate=mfu_per_rate)
+                record = log.step(_record(progress, report, sequences, sizes), mfu_per_rate=mfu_per_rate)
             if config.eval.every and (progress.step % config.eval.every == 0 or last):
                 log.evaluation({"step": progress.step, **evaluate(accumulator.model, loss, held_out(), ranks)})
             due = config.checkpoint.every and progress.step % config.checkpoint.every == 0
@@ -127,7 +153,18 @@ def run(
 MAX_DISCARDED = 20  # windows in a row: beyond that the run is broken, not unlucky
 
 
-def _record(progress: Progress, report: StepReport) -> dict[str, float]:
+def _steer(sizes: NoiseSteeredBatch, report: StepReport, sequences: int) -> None:
+    if report.noise is None:
+        raise UserError(
+            "batch.noise_scale needs two parts of a batch to compare: give the run more ranks, or a batch.micro_batch "
+            f"of at most half the step's {sequences} sequences"
+        )
+    noise, signal, valid = torch.stack([*report.noise, report.valid_tokens]).tolist()
+    if math.isfinite(noise):  # a step whose tokens all lie on one rank says nothing
+        sizes.measured(noise, signal, max(valid, 1.0) / sequences)
+
+
+def _record(progress: Progress, report: StepReport, sequences: int, sizes: BatchSizes) -> dict[str, float]:
     """Host numbers of a step; the one read of the report's tensors."""
     names = list(report.losses)
     violation = report.max_violation
@@ -143,6 +180,11 @@ def _record(progress: Progress, report: StepReport) -> dict[str, float]:
         ]
     ).tolist()
     total, values, (norm, worst_value, valid, routed) = numbers[0], numbers[1:-4], numbers[-4:]
+    extra = {"batch": float(sequences)} if not isinstance(sizes, FixedBatch) else {}
+    if isinstance(sizes, NoiseSteeredBatch):
+        extra["noise_scale"] = sizes.noise_scale
+    if report.loss_scale != 1.0:
+        extra["loss_scale"] = report.loss_scale
     return {
         "step": progress.step,
         "tokens": progress.tokens,
@@ -154,4 +196,5 @@ def _record(progress: Progress, report: StepReport) -> dict[str, float]:
         "max_violation": worst_value,
         "valid_tokens": int(valid),
         "routed_tokens": int(routed),
+        **extra,
     }

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from moetrain import loop
-from moetrain.accumulate import Balance, MoEAccumulator, Window
+from moetrain.accumulate import Balance, LossScale, MoEAccumulator, Window
 from moetrain.checkpoint import CheckpointFolder, from_pretrained
 from moetrain.config import (
     ConstantCosineConstantSchedule,
@@ -25,11 +26,22 @@ from moetrain.config import (
 )
 from moetrain.data import Data, GlobalBatches, Prefetcher, build_data
 from moetrain.engine import Engine, NativeEngine, reuse_host_memory
-from moetrain.loop import Progress
+from moetrain.loop import Budget, Progress
 from moetrain.model import DeepSeek, DeepSeekLoss
 from moetrain.model.flops import flops_per_token
 from moetrain.observe import RunLog, peak_flops
-from moetrain.optim import Constant, ConstantCosineConstant, Cosine, LearningRate, Schedule, StepDecay
+from moetrain.optim import (
+    BatchSizes,
+    Constant,
+    ConstantCosineConstant,
+    Cosine,
+    FixedBatch,
+    LearningRate,
+    NoiseSteeredBatch,
+    RampedBatch,
+    Schedule,
+    StepDecay,
+)
 from moetrain.parallel.plan import needs_group
 from moetrain.parallel.ranks import Ranks, started
 
@@ -63,12 +75,16 @@ def _train(config: RunConfig, ranks: Ranks) -> Result:
     load = None if config.init_from is None else partial(_load, config.init_from, ranks.device)
     engine = NativeEngine(config, ranks, load=load)
     loss = DeepSeekLoss(config.model)
+    sizes = _batch_sizes(config)
+    budget, total_tokens = _budget(config, sizes)
     learning_rate = LearningRate(
         engine.optimizer,
-        _schedule(config),
+        _schedule(config, total_tokens if config.schedule.unit == "tokens" else budget.expected_steps),
         peak=config.optimizer.lr,
         warmup_steps=config.schedule.warmup_steps,
         unit=config.schedule.unit,
+        rule=config.batch.lr_rule,
+        reference=config.batch.lr_reference or config.batch.global_batch,
     )
     accumulator = MoEAccumulator(
         engine.model,
@@ -76,8 +92,12 @@ def _train(config: RunConfig, ranks: Ranks) -> Result:
         loss=loss,
         balance=_balance(config),
         max_norm=config.optimizer.max_norm,
-        scheduler=_CountingScheduler(learning_rate, config.tokens_per_step),
+        scheduler=learning_rate,
         groups=ranks.groups,
+        window_order=config.balance.window_order,
+        host_memory=config.balance.host_memory,
+        loss_scale=LossScale() if config.precision == "fp16" else None,
+        measure_noise=config.batch.noise_scale is not None,
         owner=engine.owner,
     )
     progress = Progress()
@@ -91,6 +111,8 @@ def _train(config: RunConfig, ranks: Ranks) -> Result:
         progress = Progress(**resumed["progress"])
         learning_rate.load_state_dict(resumed["learning_rate"])
         accumulator.load_state_dict(resumed["accumulator"])
+        if isinstance(sizes, NoiseSteeredBatch) and "batch" in resumed:
+            sizes.load_state_dict(resumed["batch"])
         torch.set_rng_state(resumed["rng"])
 
     def save(at: Progress) -> None:
@@ -100,6 +122,8 @@ def _train(config: RunConfig, ranks: Ranks) -> Result:
             "accumulator": accumulator.state_dict(),
             "rng": torch.get_rng_state(),
         }
+        if isinstance(sizes, NoiseSteeredBatch):
+            extra["batch"] = sizes.state_dict()
         checkpoints.save(
             at.step, model=engine.model, optimizer=engine.optimizer, extra=extra, config=config.model_dump(mode="json")
         )
@@ -108,22 +132,25 @@ def _train(config: RunConfig, ranks: Ranks) -> Result:
     with RunLog(
         config.run_dir,
         rank=ranks.rank,
-        total_steps=config.total_steps,
+        total_steps=budget.expected_steps,
         tensorboard=config.log.tensorboard == "auto",
     ) as log:
         log.resume_at(progress.step)
-        log.start(_facts(config, ranks, engine, data), step=progress.step, tokens=progress.tokens)
+        log.start(_facts(config, budget, ranks, engine, data), step=progress.step, tokens=progress.tokens)
         for sentence in damaged:
             log.note(sentence)
         if resumed is not None:
             log.note(f"resumed after step {progress.step} from {checkpoints.path}")
         last: dict[str, Any] = {}
-        if progress.step < config.total_steps:
+        if not budget.reached(progress):
             last = loop.run(
                 config,
                 accumulator=accumulator,
                 loss=loss,
-                windows=partial(_windows, config, data, ranks),
+                windows=partial(_windows, config, data, ranks, sizes),
+                sizes=sizes,
+                learning_rate=learning_rate,
+                budget=budget,
                 held_out=partial(_held_out, config, data, ranks),
                 progress=progress,
                 save=save,
@@ -147,20 +174,39 @@ def _load(folder: Path, device: torch.device, dtype: torch.dtype) -> DeepSeek:
     return from_pretrained(folder, dtype=dtype, device=device)
 
 
-class _CountingScheduler:
-    """The learning rate counts steps and tokens; the accumulator only says that a step was taken."""
+def _batch_sizes(config: RunConfig) -> BatchSizes:
+    batch = config.batch
+    if batch.ramp is not None:
+        over = -(-batch.ramp.tokens // config.data.seq_len)
+        return RampedBatch(batch.ramp.start, batch.global_batch, over, batch.ramp.increment or batch.ramp.start)
+    if batch.noise_scale is not None:
+        noise = batch.noise_scale
+        return NoiseSteeredBatch(
+            batch.global_batch,
+            noise.minimum,
+            noise.maximum,
+            increment=noise.increment or noise.minimum,
+            decay=noise.decay,
+        )
+    return FixedBatch(batch.global_batch)
 
-    def __init__(self, learning_rate: LearningRate, tokens: int) -> None:
-        self.learning_rate, self.tokens = learning_rate, tokens
 
-    def step(self) -> None:
-        self.learning_rate.step(self.tokens)
+def _budget(config: RunConfig, sizes: BatchSizes) -> tuple[Budget, int]:
+    """The budget, and the tokens it means; both exact where sizes are foreseeable and no window is discarded."""
+    steps = sequences = 0
+    wanted = None if config.tokens is None else -(-config.tokens // config.data.seq_len)
+    settled = config.batch.ramp is None
+    while steps < config.steps if config.steps is not None else sequences < (wanted or 0):
+        size = sizes.size(sequences)
+        left = (config.steps - steps) if config.steps is not None else -(-((wanted or 0) - sequences) // size)
+        more = left if settled or size == config.batch.global_batch else 1  # nothing changes from here on
+        steps, sequences = steps + more, sequences + more * size
+    return Budget(config.steps, config.tokens, steps), sequences * config.data.seq_len
 
 
-def _schedule(config: RunConfig) -> Schedule:
-    """The schedule, with its lengths in its unit."""
+def _schedule(config: RunConfig, total: int) -> Schedule:
+    """The schedule; ``total`` is the budget in its unit."""
     schedule = config.schedule
-    total = config.total_steps * (config.tokens_per_step if schedule.unit == "tokens" else 1)
     match schedule:
         case CosineSchedule():
             return Cosine(total, schedule.final)
@@ -187,18 +233,21 @@ def _balance(config: RunConfig) -> Balance:
     )
 
 
-def _windows(config: RunConfig, data: Data, ranks: Ranks, progress: Progress) -> Iterator[Window]:
-    """This rank's windows from where the run is, the next one prepared while the last one trains."""
+def _windows(config: RunConfig, data: Data, ranks: Ranks, sizes: BatchSizes, progress: Progress) -> Iterator[Window]:
+    """This rank's windows from where the run is, the next one prepared while the last one trains where that can be."""
     batches = GlobalBatches(data.train, seed=config.seed)
-    size = config.batch.global_batch
+    consumed = progress.sequences
 
     def window(number: int) -> Window:
-        first = progress_start + number * size
+        nonlocal consumed
+        first, size = consumed, sizes.size(consumed)
+        consumed += size
         return Window(
             batches.window(first, size, rank=ranks.rank, world=ranks.world, micro_batch=config.batch.micro_batch)
         )
 
-    progress_start = progress.sequences
+    if not sizes.foreseeable:
+        yield from map(window, itertools.count())
     with Prefetcher(window) as prefetched:
         yield from prefetched
 
@@ -215,19 +264,28 @@ def _held_out(config: RunConfig, data: Data, ranks: Ranks) -> Iterator[Window]:
         )
 
 
-def _facts(config: RunConfig, ranks: Ranks, engine: Engine, data: Data) -> dict[str, str]:
+def _facts(config: RunConfig, budget: Budget, ranks: Ranks, engine: Engine, data: Data) -> dict[str, str]:
     """What rank 0 prints before the first step."""
     parameters = sum(p.numel() for p in engine.model.parameters())
     device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu"
     per_rank = -(-config.batch.global_batch // ranks.world)
     facts = {
-        "run": f"{config.name}, {config.total_steps} steps, in {config.run_dir}",
+        "run": f"{config.name}, {budget.expected_steps} steps, in {config.run_dir}",
         "model": f"{parameters / 1e6:,.1f} M parameters, {config.model.model_type}",
         "data": data.describe(),
-        "batch": f"{config.batch.global_batch} sequences of {config.data.seq_len} tokens a step",
+        "batch": f"{_batch_words(config)} of {config.data.seq_len} tokens a step",
         "window": f"{-(-per_rank // config.batch.micro_batch)} micro-batches of {config.batch.micro_batch} on each of "
         f"{ranks.world} rank{'s' if ranks.world > 1 else ''}",
         "device": f"{device}, {torch.get_num_threads()} threads a rank" if device == "cpu" else device,
         "engine": "native",
     }
     return facts | {f"plan {i}": line for i, line in enumerate(engine.applied, start=1)}
+
+
+def _batch_words(config: RunConfig) -> str:
+    batch = config.batch
+    if batch.ramp is not None:
+        return f"{batch.ramp.start} to {batch.global_batch} sequences"
+    if batch.noise_scale is not None:
+        return f"{batch.noise_scale.minimum} to {batch.noise_scale.maximum} sequences"
+    return f"{batch.global_batch} sequences"

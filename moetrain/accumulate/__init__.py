@@ -4,6 +4,7 @@ from moetrain.accumulate.accumulator import MoEAccumulator
 from moetrain.accumulate.balance import Balance, update_bias
 from moetrain.accumulate.denominators import Denominators, count_denominators
 from moetrain.accumulate.ledger import Router, RoutingLedger, find_routers
+from moetrain.accumulate.loss_scale import LossScale
 from moetrain.accumulate.losses import CausalLMLoss, Loss, causal_lm_loss
 from moetrain.accumulate.norm import grad_norm
 from moetrain.accumulate.report import StepReport
@@ -14,6 +15,7 @@ __all__ = [
     "CausalLMLoss",
     "Denominators",
     "Loss",
+    "LossScale",
     "MicroBatch",
     "MoEAccumulator",
     "Router",

@@ -7,20 +7,28 @@ It knows neither configs nor logs, and nothing in it waits for the device until 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from moetrain.accumulate.balance import Balance, update_bias
-from moetrain.accumulate.denominators import Denominators, count_denominators, sum_over
+from moetrain.accumulate.denominators import Denominators, count_denominators, local_counts
+from moetrain.accumulate.held import HostMemory
 from moetrain.accumulate.ledger import Router, RoutingLedger, find_routers
+from moetrain.accumulate.loss_scale import LossScale
 from moetrain.accumulate.losses import Loss, causal_lm_loss
+from moetrain.accumulate.noise import gradient_noise, part_statistics
 from moetrain.accumulate.owners import GradientOwner, owner_of
 from moetrain.accumulate.report import StepReport
+from moetrain.accumulate.traffic import Traffic
 from moetrain.accumulate.window import Window
+
+WindowOrder = Literal["forwards_first", "counting_pass"]
 
 
 class Scheduler(Protocol):
@@ -43,6 +51,13 @@ class MoEAccumulator:
         routers: the model's routers; default: found by ``find_routers``.
         reduce: when gradients are summed over ranks: once per ``window`` or in each ``micro_batch``.
         skip_if: given the gradient norm, a reason to discard the window, or None.
+        window_order: how scope ``window`` knows the global counts before the first backward: all ``forwards_first``
+            (memory of K forwards; of K times the block inputs where blocks are recomputed), or a ``counting_pass``
+            without gradient, whose routing is replayed (memory of one forward, and one forward more).
+        host_memory: with all forwards first on a GPU, what waits for its backward waits in host memory.
+        loss_scale: dynamic scaling for fp16.
+        measure_noise: estimate the gradient noise scale from norms before and after the reduction; on one process
+            without groups from the first micro-batch and the whole window.
         owner: who holds the gradients; default: chosen by the model's wrapper.
 
     A window whose loss or gradient norm is not finite is discarded on every rank: weights, optimizer state, scheduler,
@@ -62,50 +77,78 @@ class MoEAccumulator:
         routers: Sequence[Router] | None = None,
         reduce: str = "window",
         skip_if: Callable[[float], str | None] | None = None,
+        window_order: WindowOrder = "forwards_first",
+        host_memory: bool = False,
+        loss_scale: LossScale | None = None,
+        measure_noise: bool = False,
         owner: GradientOwner | None = None,
     ) -> None:
         if reduce not in ("window", "micro_batch"):
             raise ValueError(f"reduce must be 'window' or 'micro_batch', not {reduce!r}")
         if max_norm is not None and not 0.0 < max_norm < math.inf:
             raise ValueError(f"max_norm must be a positive number, or None for no clipping, not {max_norm}")
+        if window_order not in get_args(WindowOrder):
+            raise ValueError(f"window_order must be one of {', '.join(get_args(WindowOrder))}, not {window_order!r}")
+        if measure_noise and reduce == "micro_batch":
+            raise ValueError("measure_noise needs reduce='window': per micro-batch no rank ever has its own gradient")
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self.balance = balance or Balance()
         self.bias_rate = self.balance.bias_rate  # may follow a schedule between steps
         self.max_norm, self.scheduler, self.skip_if = max_norm, scheduler, skip_if
         self.groups = _groups(groups)
-        self.ledger = RoutingLedger(find_routers(model) if routers is None else routers, self.balance, self.groups)
+        self.window_order, self.loss_scale = window_order, loss_scale
+        self.host_memory = HostMemory() if host_memory else None
+        self.traffic = Traffic()
+        routers = find_routers(model) if routers is None else routers
+        self.ledger = RoutingLedger(routers, self.balance, self.groups, self.traffic)
         self.owner = owner or owner_of(model, optimizer, self.groups, every_micro_batch=reduce == "micro_batch")
+        self.owner.traffic, self.owner.measures = self.traffic, measure_noise
         if self.balance.active and not self.ledger.routers:
             raise ValueError("a balance loss needs routers, and the model has none that this library knows")
+        deepest = max((r.depth for r in self.ledger.routers), default=0)
+        if deepest > max(loss.depths):
+            warnings.warn(
+                f"the model predicts {deepest} more token{'s' if deepest > 1 else ''} ahead than the loss asks for, so "
+                "its multi-token-prediction modules are not trained; give loss=moetrain.model.DeepSeekLoss(config)",
+                stacklevel=2,
+            )
 
     def step(self, window: Window) -> StepReport:
         """One optimizer step on this rank's ``window``; every rank gives as many micro-batches.
 
         Gradients are the step's own: what is in ``.grad`` before (a window that an exception ended) is dropped.
         """
-        parameter = next(self.model.parameters())
-        device = parameter.device
         if not isinstance(window, Window):
             raise ValueError("step takes a Window: Window(micro_batches), or windows(loader, micro_batches=...)")
+        parameter = next(self.model.parameters())
+        device = parameter.device
         dtype = torch.promote_types(parameter.dtype, torch.float32)
+        self.traffic.clear()
         window = window.to(device)
         depths = max([*self.loss.depths, *(r.depth for r in self.ledger.routers)], default=0)
-        counts = count_denominators(window, depths=depths, groups=self.groups, device=device)
+        counts = count_denominators(window, depths=depths, groups=self.groups, device=device, traffic=self.traffic)
         scale = self._scale(counts, dtype)
+        if self.loss_scale is not None:
+            scale = scale * self.loss_scale.value
+            self.ledger.gradient_scale = self.loss_scale.value
 
         self.ledger.begin(window, counts, dtype, device)
-        forwards_first = self.balance.active and self.balance.scope == "window"
+        whole_window = self.balance.active and self.balance.scope == "window"
+        forwards_first = whole_window and self.window_order == "forwards_first"
         self.owner.begin(all_forwards_first=forwards_first)
         with self.ledger.attached():
             if forwards_first:
                 sums = self._all_forwards_first(window, scale)
+            elif whole_window:
+                self._count(window)
+                with self.ledger.replay():
+                    sums = self._one_by_one(window, scale)
             else:
                 sums = self._one_by_one(window, scale)
         self.owner.reduce()
 
-        report, statistics = self._report(sums, scale, counts)
-        accepted = report.skipped is None
-        if accepted:
+        report, statistics = self._report(window, sums, counts)
+        if report.skipped is None:
             self.owner.step()
             self._move_bias(report.load)
             self.ledger.accept(statistics)
@@ -127,14 +170,26 @@ class MoEAccumulator:
                 with self.ledger.backward_of(item.slot):
                     self.owner.backward((terms * scale).sum())
             sums += terms.detach()
+            if self.owner.measures and not self.groups and item.slot == 0 and len(window) > 1:
+                self.owner.measure(*(p.grad for p in self.model.parameters() if p.grad is not None))
         return sums
+
+    def _count(self, window: Window) -> None:
+        """Every forward without gradient: the ledger is complete, and its choices wait to be replayed."""
+        # what the model draws at random it draws again
+        with torch.no_grad(), torch.random.fork_rng(_generators(next(self.model.parameters()).device)):
+            for item in window:
+                self.ledger.slot = item.slot
+                with self.owner.micro_batch(last=False):
+                    self.loss(self.model, item)
+        self.ledger.forwards_done()
 
     def _all_forwards_first(self, window: Window, scale: Tensor) -> Tensor:
         """Every forward before the first backward: the ledger is complete when gradients start."""
         held = []
         for item in window:
             self.ledger.slot = item.slot
-            with self.owner.micro_batch(last=False):
+            with self.owner.micro_batch(last=False), self._held(scale.device):
                 held.append(self.loss(self.model, item).to(scale.dtype))
         self.ledger.forwards_done()
         sums = torch.stack([terms.detach() for terms in held]).sum(dim=0)
@@ -144,6 +199,9 @@ class MoEAccumulator:
                 self.owner.backward((terms * scale).sum())
         return sums
 
+    def _held(self, device: torch.device) -> AbstractContextManager[Any]:
+        return nullcontext() if self.host_memory is None else self.host_memory.holding(device)
+
     # -- the window's end ---------------------------------------------------------------------------------------------
 
     def _scale(self, counts: Denominators, dtype: torch.dtype) -> Tensor:
@@ -152,15 +210,22 @@ class MoEAccumulator:
         weights = torch.tensor(tuple(self.loss.weights), dtype=torch.float64, device=valid.device)
         return (weights / valid.clamp(min=1)).to(dtype)
 
-    def _report(self, sums: Tensor, scale: Tensor, counts: Denominators) -> tuple[StepReport, Tensor]:
+    def _report(self, window: Window, sums: Tensor, counts: Denominators) -> tuple[StepReport, Tensor]:
         """Reduces what was counted, clips, and judges; the one place of a step that waits for the device."""
         ledger = self.ledger
         load = ledger.counts.sum(dim=0)
         statistics = ledger.statistics.sum(dim=0)
-        parts = [sums, ledger.balance_values(), ledger.z_values.sum(dim=0), load, statistics]
+        parts = [
+            sums,
+            ledger.balance_values(),
+            ledger.z_values.sum(dim=0),
+            load,
+            statistics,
+            self._own_part(window, counts),
+        ]
         packed = torch.cat([p.to(torch.float64).flatten() for p in parts])
-        sum_over(packed, self.groups)
-        sums, balance, z, load, statistics = (
+        self.traffic.sum(packed, self.groups, "report")
+        sums, balance, z, load, statistics, own = (
             flat.view(p.shape) for flat, p in zip(packed.split([p.numel() for p in parts]), parts, strict=True)
         )
         weights = torch.tensor(tuple(self.loss.weights), dtype=torch.float64, device=sums.device)
@@ -174,11 +239,20 @@ class MoEAccumulator:
             losses["z"] = z.sum()
             total = total + losses["z"]
 
-        norm = self.owner.norm()
+        loss_scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        norm = self.owner.norm() / loss_scale
         norm_value, total_value = torch.stack([norm.to(torch.float64), total]).tolist()
         skipped = self._verdict(norm_value, total_value)
-        if skipped is None and self.max_norm is not None and norm_value > self.max_norm:
-            self.owner.scale(self.max_norm / (norm_value + 1e-6))
+        if skipped is None:
+            clip = self.max_norm is not None and norm_value > self.max_norm
+            factor = (self.max_norm / (norm_value + 1e-6) if clip and self.max_norm else 1.0) / loss_scale
+            if factor != 1.0:
+                self.owner.scale(factor)
+        if self.loss_scale is not None:
+            if skipped is None:
+                self.loss_scale.accepted()
+            elif not math.isfinite(norm_value):
+                self.loss_scale.overflowed()
         report = StepReport(
             losses=losses,
             total=total,
@@ -188,8 +262,21 @@ class MoEAccumulator:
             load=load.to(torch.int64),
             skipped=skipped,
             learning_rate=float(self.optimizer.param_groups[0]["lr"]),
+            traffic=self.traffic.by_kind(),
+            noise=gradient_noise(own, norm, counts.valid[0]) if own.numel() else None,
+            loss_scale=loss_scale,
         )
         return report, statistics.to(torch.int64)
+
+    def _own_part(self, window: Window, counts: Denominators) -> Tensor:
+        """``part_statistics`` of this rank's own gradient, or of the first micro-batch's; empty where there is none."""
+        square, total = self.owner.own_square, counts.valid[0]
+        if square is None:
+            return total.new_empty(0)
+        if self.loss_scale is not None:
+            square = square / self.loss_scale.value**2
+        tokens = local_counts(window)[:, 0, 0].to(total.device)
+        return part_statistics(square, tokens.sum() if self.groups else tokens[0], total)
 
     def _verdict(self, norm: float, total: float) -> str | None:
         """The same on every rank, since both numbers are."""
@@ -209,10 +296,20 @@ class MoEAccumulator:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides model, optimizer and scheduler."""
-        return {"routing": self.ledger.routing_state()}
+        state: dict[str, Any] = {"routing": self.ledger.routing_state()}
+        if self.loss_scale is not None:
+            state["loss_scale"] = self.loss_scale.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.ledger.load_routing_state(state["routing"])
+        if self.loss_scale is not None and "loss_scale" in state:
+            self.loss_scale.load_state_dict(state["loss_scale"])
+
+
+def _generators(device: torch.device) -> list[int]:
+    """CUDA devices whose random state the model draws from."""
+    return [device.index or 0] if device.type == "cuda" else []
 
 
 def _groups(groups: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None) -> tuple[dist.ProcessGroup, ...]:

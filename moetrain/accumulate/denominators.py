@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moetrain.accumulate.traffic import Traffic
 from moetrain.accumulate.window import IGNORED, Window
 
 
@@ -29,7 +30,12 @@ class Denominators(NamedTuple):
 
 
 def count_denominators(
-    window: Window, *, depths: int = 0, groups: Sequence[dist.ProcessGroup] = (), device: torch.device | None = None
+    window: Window,
+    *,
+    depths: int = 0,
+    groups: Sequence[dist.ProcessGroup] = (),
+    device: torch.device | None = None,
+    traffic: Traffic | None = None,
 ) -> Denominators:
     """Counts of the global batch.
 
@@ -38,7 +44,17 @@ def count_denominators(
         depths: MTP depths to count besides the main model.
         groups: process groups over which tokens are split; summed over each.
         device: where the counts are needed (default: the window's).
+        traffic: counts the reduction.
     """
+    counts = local_counts(window, depths).sum(dim=0)  # exact up to 2^53
+    if device is not None:
+        counts = counts.to(device, non_blocking=True)
+    (traffic or Traffic()).sum(counts, groups, "counts")
+    return Denominators(*counts.unbind(dim=1))
+
+
+def local_counts(window: Window, depths: int = 0) -> Tensor:
+    """float64 [K, 1 + depths, 3]: valid, routed and sequences of each micro-batch of this rank."""
     rows = []
     for item in window:
         B, T = item.input_ids.shape
@@ -51,15 +67,4 @@ def count_denominators(
             else:
                 per_depth.append(torch.stack([valid, mask.sum(), mask.any(dim=1).sum()]))
         rows.append(torch.stack(per_depth))
-    counts = torch.stack(rows).sum(dim=0).to(torch.float64)  # exact up to 2^53
-    if device is not None:
-        counts = counts.to(device, non_blocking=True)
-    sum_over(counts, groups)
-    return Denominators(*counts.unbind(dim=1))
-
-
-def sum_over(x: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    """Sums ``x`` in place over each group."""
-    for group in groups:
-        dist.all_reduce(x, op=dist.ReduceOp.SUM, group=group)
-    return x
+    return torch.stack(rows).to(torch.float64)

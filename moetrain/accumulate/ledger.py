@@ -2,9 +2,8 @@
 
 Every router of the model gets a tap. In a forward the tap *writes* what it saw under (slot, layer), so a recomputed
 forward writes the same numbers again and nothing is counted twice. In the backward it adds the balance gradient,
-reading its
-coefficients from the ledger at that moment: what they hold by then is what distinguishes the balance scopes. Outside a
-step no tap is attached, so evaluation touches nothing.
+reading its coefficients from the ledger at that moment: what they hold by then is what distinguishes the balance
+scopes. Outside a step no tap is attached, so evaluation touches nothing.
 
 Legend: K slots, L routers, E experts, S statistics per router, B rows and T tokens of a micro-batch (T = B x row
 length).
@@ -23,7 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moetrain.accumulate.balance import Balance, Routing
-from moetrain.accumulate.denominators import Denominators, sum_over
+from moetrain.accumulate.denominators import Denominators
+from moetrain.accumulate.traffic import Traffic
 from moetrain.accumulate.window import Window
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ class RoutingLedger:
         routers: the model's routers; all with the same number of experts.
         balance: the losses and their scope.
         groups: process groups over which tokens are split.
+        traffic: counts what is sent.
 
     Attributes (after ``begin``):
         counts: int64 [K, L, E], routed tokens of this rank that chose each expert.
@@ -92,11 +93,18 @@ class RoutingLedger:
         gradient_scale: factor on every balance gradient (the loss scale of fp16).
     """
 
-    def __init__(self, routers: Sequence[Router], balance: Balance, groups: Sequence[dist.ProcessGroup] = ()) -> None:
+    def __init__(
+        self,
+        routers: Sequence[Router],
+        balance: Balance,
+        groups: Sequence[dist.ProcessGroup] = (),
+        traffic: Traffic | None = None,
+    ) -> None:
         sizes = {r.routing.experts for r in routers}
         if len(sizes) > 1:
             raise ValueError(f"all routers must have the same number of experts, not {sorted(sizes)}")
         self.routers, self.balance, self.groups = list(routers), balance, tuple(groups)
+        self.traffic = traffic or Traffic()
         self.experts = sizes.pop() if sizes else 0
         self.taps = [Tap(self, i, router) for i, router in enumerate(self.routers)]
         self.previous: tuple[Tensor, Tensor] | None = None
@@ -154,14 +162,14 @@ class RoutingLedger:
         elif self.balance.scope == "running":
             # counts and their token total travel together, or f would not be a share
             both = torch.cat([self.statistics[slot], self._slot_tokens(slot).unsqueeze(1)], dim=1)
-            sum_over(both, self.groups)
+            self.traffic.sum(both, self.groups, "balance")
             self._running = both if slot == 0 else self._running + both
             self._settle(slot, self._running[:, :-1], self._running[:, -1])
 
     def forwards_done(self) -> None:
         """Call when every forward of the window is done, where they all come before the first backward."""
         if self.balance.active and self.balance.scope == "window":
-            total = sum_over(self.statistics.sum(dim=0), self.groups)
+            total = self.traffic.sum(self.statistics.sum(dim=0), self.groups, "balance")
             self._settle(slice(None), total, self._routed)
 
     def _slot_tokens(self, slot: int) -> Tensor:
@@ -209,13 +217,22 @@ class RoutingLedger:
         return chosen
 
     @contextmanager
-    def backward_of(self, slot: int) -> Iterator[None]:
-        """Around a slot's backward: recompute finds the slot and replays its choices, which are dropped afterwards."""
-        self.slot, self.replaying = slot, True
+    def replay(self) -> Iterator[None]:
+        """Forwards inside use the choices of earlier ones in the same slots, where there are any."""
+        before, self.replaying = self.replaying, True
         try:
             yield
         finally:
-            self.replaying = False
+            self.replaying = before
+
+    @contextmanager
+    def backward_of(self, slot: int) -> Iterator[None]:
+        """Around a slot's backward: recompute finds the slot and replays its choices, which are dropped afterwards."""
+        self.slot = slot
+        try:
+            with self.replay():
+                yield
+        finally:
             for row in range(len(self.routers)):
                 self._choices.pop((slot, row), None)
 

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moetrain.accumulate.traffic import Traffic
+
 
 def local(x: Tensor) -> Tensor:
     """This rank's part of a DTensor, or the tensor itself."""
@@ -31,13 +33,20 @@ def _splitting_groups(x: Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 @torch.no_grad()
-def grad_norm(parameters: Iterable[Tensor], *, extra_groups: Sequence[dist.ProcessGroup] = ()) -> Tensor:
+def grad_norm(
+    parameters: Iterable[Tensor],
+    *,
+    extra_groups: Sequence[dist.ProcessGroup] = (),
+    traffic: Traffic | None = None,
+) -> Tensor:
     """The 2-norm of all gradients, the same number on every rank; at least fp32, shape [].
 
     Args:
         parameters: parameters with reduced gradients (missing ones count as zero).
         extra_groups: groups over which the *parameters* themselves are spread (pipeline stages).
+        traffic: counts the reductions.
     """
+    traffic = traffic or Traffic()
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     device = torch.device("cpu")
     for p in parameters:
@@ -49,9 +58,5 @@ def grad_norm(parameters: Iterable[Tensor], *, extra_groups: Sequence[dist.Proce
         stat = torch.promote_types(grads[0].dtype, torch.float32)
         norms = torch._foreach_norm(grads, 2, dtype=stat)
         square = torch.stack([n.to(stat) for n in norms]).square().sum()
-        for group in groups:
-            dist.all_reduce(square, group=group)
-        total = total + square
-    for group in extra_groups:
-        dist.all_reduce(total, group=group)
-    return total.sqrt()
+        total = total + traffic.sum(square, groups, "norm")
+    return traffic.sum(total, extra_groups, "norm").sqrt()

@@ -7,7 +7,7 @@ once per window, in the last backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -18,10 +18,24 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from moetrain.accumulate.norm import grad_norm, local
+from moetrain.accumulate.traffic import Traffic
+
+BUCKET = 1 << 25  # bytes reduced in one call
 
 
 class GradientOwner(Protocol):
-    """What the accumulator asks of whoever holds model and optimizer."""
+    """What the accumulator asks of whoever holds model and optimizer.
+
+    Attributes:
+        traffic: counts what is sent; the accumulator gives its own.
+        measures: whether ``own_square`` is wanted.
+        own_square: after ``reduce``: squared norm of this rank's own gradient, from before the reduction; None where
+            there was none.
+    """
+
+    traffic: Traffic
+    measures: bool
+    own_square: Tensor | None
 
     def begin(self, *, all_forwards_first: bool) -> None:
         """Before a window: forgets gradients that are not its own, and learns in which order it will run.
@@ -40,6 +54,10 @@ class GradientOwner(Protocol):
         """After the last backward: gradients are sums over all ranks when this returns."""
         ...
 
+    def measure(self, *own: Tensor) -> None:
+        """Adds parts of this rank's own gradient to ``own_square``."""
+        ...
+
     def norm(self) -> Tensor:
         """Norm of the reduced gradients, the same number on every rank."""
         ...
@@ -56,15 +74,25 @@ class GradientOwner(Protocol):
 
 
 class PlainOwner:
-    """A module without a wrapper. With process groups, gradients are summed over them when the window ends."""
+    """A module without a wrapper. With process groups, gradients are summed over them when the window ends.
+
+    Parameters in bf16 or fp16 get fp32 gradients for the time of a window, so that small micro-batch gradients are not
+    lost in large sums; they are cast once, for the optimizer.
+    """
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, groups: Sequence[dist.ProcessGroup] = ()
     ) -> None:
         self.model, self.optimizer, self.groups = model, optimizer, tuple(groups)
+        self.traffic, self.measures = Traffic(), False
+        self.own_square: Tensor | None = None
+        self.half = [p for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16) and p.requires_grad]
 
     def begin(self, *, all_forwards_first: bool) -> None:
         self.discard()
+        self.own_square = None
+        for p in self.half:
+            p.grad_dtype = torch.float32
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -73,15 +101,26 @@ class PlainOwner:
         loss.backward()
 
     def reduce(self) -> None:
-        for p in self.model.parameters():
-            if p.requires_grad and self.groups:
-                if p.grad is None:
-                    p.grad = torch.zeros_like(p)
-                for group in self.groups:
-                    dist.all_reduce(p.grad, group=group)
+        if not self.groups:
+            return
+        grads = _every_gradient(self.model)
+        if self.measures:
+            self.measure(*grads)
+        for bucket in _buckets(grads):
+            flat = bucket[0] if len(bucket) == 1 else torch.cat([g.flatten() for g in bucket])
+            self.traffic.sum(flat, self.groups, "gradients")
+            if len(bucket) > 1:
+                parts = flat.split([g.numel() for g in bucket])
+                torch._foreach_copy_(bucket, [part.view_as(g) for part, g in zip(parts, bucket, strict=True)])
+
+    @torch.no_grad()
+    def measure(self, *own: Tensor) -> None:
+        for x in own:
+            square = torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)).double().square()
+            self.own_square = square if self.own_square is None else self.own_square + square
 
     def norm(self) -> Tensor:
-        return grad_norm(self.model.parameters())
+        return grad_norm(self.model.parameters(), traffic=self.traffic)
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:
@@ -90,29 +129,62 @@ class PlainOwner:
             torch._foreach_mul_(grads, factor)
 
     def step(self) -> None:
+        for p in self.half:
+            grad, p.grad = p.grad, None
+            p.grad_dtype = p.dtype
+            p.grad = None if grad is None else grad.to(p.dtype)
         self.optimizer.step()
 
     def discard(self) -> None:
         # the model's, not the optimizer's: one that steps a part of the parameters would leave the others' to grow
         for p in self.model.parameters():
             p.grad = None
+        for p in self.half:
+            p.grad_dtype = p.dtype
+
+
+def _every_gradient(model: nn.Module) -> list[Tensor]:
+    """Gradients of all trained parameters, zeros where this rank had none: every rank sums the same."""
+    grads = []
+    for p in model.parameters():
+        if p.requires_grad:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p, dtype=getattr(p, "grad_dtype", None) or p.dtype)
+            grads.append(p.grad)
+    return grads
+
+
+def _buckets(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one dtype, up to ``BUCKET`` bytes together."""
+    bucket: list[Tensor] = []
+    size = 0
+    for g in grads:
+        more = g.numel() * g.element_size()
+        if bucket and (size + more > BUCKET or g.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(g)
+        size += more
+    if bucket:
+        yield bucket
 
 
 class DDPOwner(PlainOwner):
     """DistributedDataParallel: its buckets are summed (not averaged), in the last backward only.
 
     Its reducer is armed by a forward and fired by the next backward, so with all forwards first it cannot tell the last
-    backward from the first: then its gradients are summed here after the last backward, without overlap.
+    backward from the first: then its gradients are summed here after the last backward, without overlap. So are the
+        fp32 gradients of parameters in bf16, which its buckets cannot hold.
     """
 
     def __init__(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(model, optimizer, (model.process_group,))
         self.ddp, self.silent = model, False
-        model.register_comm_hook(model.process_group, _sum_bucket)
+        model.register_comm_hook(self, _sum_bucket)
 
     def begin(self, *, all_forwards_first: bool) -> None:
         super().begin(all_forwards_first=all_forwards_first)
-        self.silent = all_forwards_first
+        self.silent = all_forwards_first or bool(self.half)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
         if last and not self.silent:
@@ -125,8 +197,11 @@ class DDPOwner(PlainOwner):
             super().reduce()
 
 
-def _sum_bucket(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+def _sum_bucket(owner: DDPOwner, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    if owner.measures:
+        owner.measure(bucket.buffer())
+    owner.traffic.count("gradients", bucket.buffer())
+    work = dist.all_reduce(bucket.buffer(), group=owner.ddp.process_group, async_op=True)
     return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
 
 
@@ -142,11 +217,16 @@ class FSDPOwner(PlainOwner):
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, every_micro_batch: bool = False) -> None:
         super().__init__(model, optimizer)
+        self.half = []  # a policy with reduce_dtype=torch.float32 does it
         self.every = every_micro_batch
+        gather, scatter = _CountedAllGather(self), _CountedReduceScatter(self)
         for module in model.modules():
             if is_fsdp(module):
-                module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
-                module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+                fsdp: Any = module
+                fsdp.set_gradient_divide_factor(1.0)
+                fsdp.set_force_sum_reduction_for_comms(True)
+                fsdp.set_custom_all_gather(gather)
+                fsdp.set_custom_reduce_scatter(scatter)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
         fsdp: Any = self.model
@@ -156,9 +236,47 @@ class FSDPOwner(PlainOwner):
 
     def reduce(self) -> None:
         # every parameter has a gradient in every step, or its optimizer state would fall behind on this rank
-        for p in self.model.parameters():
-            if p.requires_grad and p.grad is None:
-                p.grad = torch.zeros_like(p)
+        _every_gradient(self.model)
+
+
+class _Allocates:
+    """The part of FSDP2's collectives that we leave as it is."""
+
+    def __init__(self, owner: FSDPOwner) -> None:
+        self.owner = owner
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _CountedAllGather(_Allocates):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        self.owner.traffic.count("parameters", output_tensor)
+        work: dist.Work | None = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        return work
+
+
+class _CountedReduceScatter(_Allocates):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any = dist.ReduceOp.SUM,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if self.owner.measures:
+            self.owner.measure(input_tensor)
+        self.owner.traffic.count("gradients", input_tensor)
+        work: dist.Work | None = _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return work
+
+
+# their names since torch 2.13, where the older ones warn
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def is_fsdp(module: nn.Module) -> bool:

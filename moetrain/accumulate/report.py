@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from moetrain.accumulate.noise import GradientNoise
+from moetrain.accumulate.traffic import Calls
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,9 @@ class StepReport:
         load: int64 [L, E], routed tokens by router and expert, summed over ranks.
         skipped: None, or why the window was discarded.
         learning_rate: of the first parameter group, as used.
+        traffic: collectives and bytes of this rank's step by kind.
+        noise: the step's estimates for the gradient noise scale, where they were asked for and could be had.
+        loss_scale: the factor of the loss that was used (fp16).
     """
 
     losses: Mapping[str, Tensor]
@@ -31,6 +37,9 @@ class StepReport:
     load: Tensor
     skipped: str | None
     learning_rate: float
+    traffic: Mapping[str, Calls] = field(default_factory=dict)
+    noise: GradientNoise | None = None
+    loss_scale: float = 1.0
 
     @property
     def max_violation(self) -> Tensor:

@@ -130,8 +130,8 @@ class Window(Sequence[MicroBatch]):
 
 def windows(loader: Iterable[Mapping[str, Tensor]], micro_batches: int) -> Iterator[Window]:
     """Windows of ``micro_batches`` micro-batches from any loader; the last may be shorter and is not lost."""
-    if micro_batches < 1:
-        raise ValueError(f"micro_batches must be at least 1, not {micro_batches}")
+    if not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ValueError(f"micro_batches must be a whole number from 1 on, not {micro_batches}")
     held: list[Mapping[str, Tensor]] = []
     for item in loader:
         held.append(item)
@@ -160,6 +160,9 @@ def _micro_batch(slot: int, item: Mapping[str, Tensor] | MicroBatch) -> MicroBat
                 f"micro-batch {slot}: {key} is {list(value.shape)}, but input_ids is {list(shape)} (labels are not "
                 "shifted: same positions as the inputs)"
             )
+    labels = known["labels"]
+    if _on_host(labels) and bool(((labels < 0) & (labels != IGNORED)).any()):
+        raise ValueError(f"micro-batch {slot}: labels must be token ids, or {IGNORED} where there is no loss")
     mask = known.get("attention_mask")
     last = mask is None or bool((mask[:, 1:] <= mask[:, :-1]).all()) if _on_host(mask) else False
     extra = {key: value for key, value in item.items() if key not in _KNOWN}

@@ -60,28 +60,41 @@ class DataConfig(Section):
 
 class BatchRamp(Section):
     """Batch size growing from ``start`` sequences to ``global_batch`` over the first ``tokens`` tokens (V2,
-    V3)."""
+    V3), in steps of ``increment`` sequences (default: ``start``)."""
 
     start: Positive
     tokens: Positive
+    increment: Positive | None = None
 
 
 class NoiseScale(Section):
     """Batch size steered by the measured gradient noise scale, between ``minimum`` and ``maximum``
-    sequences."""
+    sequences, from ``global_batch`` on.
+
+    Sizes are ``minimum`` and whole ``increment`` (default: ``minimum``) above it; ``decay`` is that of the
+    averages of noise and signal, per step.
+    """
 
     minimum: Positive
     maximum: Positive
+    increment: Positive | None = None
+    decay: Annotated[Fraction, Field(lt=1)] = 0.95
 
 
 class BatchConfig(Section):
     """``global_batch``: sequences of one optimizer step over all ranks; ``micro_batch``: of one forward on
-    one rank."""
+    one rank.
+
+    ``lr_rule``: how the learning rate follows a batch that is not ``lr_reference`` (default:
+    ``global_batch``) sequences: not at all (as V2 and V3 do in their ramp), linearly, by the square root.
+    """
 
     global_batch: Positive
     micro_batch: Positive
     ramp: BatchRamp | None = None
     noise_scale: NoiseScale | None = None
+    lr_rule: Literal["none", "linear", "sqrt"] = "none"
+    lr_reference: Positive | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> BatchConfig:
@@ -94,6 +107,12 @@ class BatchConfig(Section):
             raise ValueError(f"ramp.start ({self.ramp.start}) must not exceed global_batch ({self.global_batch})")
         if self.ramp and self.noise_scale:
             raise ValueError("ramp and noise_scale both set the batch size: give one of them")
+        noise = self.noise_scale
+        if noise and not noise.minimum <= self.global_batch <= noise.maximum:
+            raise ValueError(
+                f"global_batch ({self.global_batch}), where noise_scale starts, must lie between its minimum "
+                f"({noise.minimum}) and maximum ({noise.maximum})"
+            )
         return self
 
 
@@ -169,6 +188,9 @@ class BalanceConfig(Section):
     ``alpha`` weighs the expert loss, ``alpha_device`` and ``alpha_communication`` V2's losses over expert
     groups, ``z_loss`` the squared log-sum-exp of the router's logits. ``bias_rate`` is V3's gamma by tokens;
     ``zero_centred`` keeps the mean of the bias at 0.
+
+    Scope ``window`` knows the global counts by running all ``forwards_first`` (what waits for its backward
+    may wait in ``host_memory``) or by a ``counting_pass`` (one forward more, no memory).
     """
 
     scope: Literal["sequence", "micro_batch", "running", "previous", "window"] = "sequence"
@@ -178,6 +200,8 @@ class BalanceConfig(Section):
     z_loss: NotNegativeReal = 0.0
     bias_rate: Piecewise = Piecewise(((0.0, 0.0),))
     zero_centred: Truth = False
+    window_order: Literal["forwards_first", "counting_pass"] = "forwards_first"
+    host_memory: Truth = False
 
 
 class MtpConfig(Section):
@@ -330,19 +354,18 @@ class RunConfig(Section):
                 f"balance.bias_rate needs a routing bias, which topk_method {model.topk_method} lacks: "
                 "set it to 0 or use noaux_tc"
             )
+        if self.batch.noise_scale:
+            if self.parallel.reduce == "micro_batch":
+                raise ValueError("batch.noise_scale needs parallel.reduce: window, which has each rank's own gradient")
+            budget = "steps" if self.steps else "tokens"
+            if self.schedule.kind != "constant" and self.schedule.unit != budget:
+                raise ValueError(
+                    f"with batch.noise_scale nobody knows beforehand how many tokens a step has: give schedule.unit "
+                    f"{budget}, as the budget, or a constant schedule"
+                )
         if self.eval.every and not self.data.held_out:
             raise ValueError("eval.every needs held-out data: give data.held_out a share, or eval.every 0")
         for key in ("alpha_device", "alpha_communication"):
             if getattr(balance, key) > 0 and model.n_group == 1:
                 raise ValueError(f"balance.{key} balances expert groups and needs model.n_group above 1")
         return self
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of a full global batch."""
-        return self.batch.global_batch * self.data.seq_len
-
-    @property
-    def total_steps(self) -> int:
-        """The budget in optimizer steps: ``steps``, or the steps that ``tokens`` fill."""
-        return self.steps if self.steps is not None else -(-(self.tokens or 0) // self.tokens_per_step)

@@ -11,11 +11,11 @@ from moetrain.errors import UserError
 
 def unsupported(config: RunConfig) -> list[tuple[str, str]]:
     """The settings of ``config`` that do not work yet, each with what to use in its place."""
-    parallel, batch = config.parallel, config.batch
+    parallel = config.parallel
     table = [
         (config.engine == "deepspeed", "engine: deepspeed", "engine=native"),
         (
-            config.precision in ("fp8", "fp16"),
+            config.precision == "fp8",
             f"precision: {config.precision}",
             "precision=fp32 or precision=bf16",
         ),
@@ -32,8 +32,6 @@ def unsupported(config: RunConfig) -> list[tuple[str, str]]:
             "parallel.recompute: selective",
             "parallel.recompute=none or full",
         ),
-        (batch.ramp is not None, "batch.ramp", "batch.ramp=null"),
-        (batch.noise_scale is not None, "batch.noise_scale", "batch.noise_scale=null"),
         (config.optimizer.moments == "bf16", "optimizer.moments: bf16", "optimizer.moments=fp32"),
         (config.checkpoint.async_save, "checkpoint.async_save: true", "checkpoint.async_save=false"),
     ]

@@ -1,6 +1,7 @@
 """Parameter groups, AdamW and learning-rate schedules."""
 
 from moetrain.optim.adamw import build_adamw, parameter_groups
+from moetrain.optim.batch_sizes import BatchSizes, FixedBatch, NoiseSteeredBatch, RampedBatch
 from moetrain.optim.schedules import (
     Constant,
     ConstantCosineConstant,
@@ -11,10 +12,14 @@ from moetrain.optim.schedules import (
 )
 
 __all__ = [
+    "BatchSizes",
     "Constant",
     "ConstantCosineConstant",
     "Cosine",
+    "FixedBatch",
     "LearningRate",
+    "NoiseSteeredBatch",
+    "RampedBatch",
     "Schedule",
     "StepDecay",
     "build_adamw",

@@ -64,6 +64,15 @@ def _half_cosine(share: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * min(max(share, 0.0), 1.0)))
 
 
+BatchRule = Literal["none", "linear", "sqrt"]
+
+
+def batch_factor(rule: BatchRule, sequences: int, reference: int) -> float:
+    """What the learning rate is multiplied by for a batch of ``sequences``."""
+    ratio = sequences / reference
+    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
+
+
 class LearningRate:
     """Sets every group's rate to ``peak * warm-up * schedule``, from the accepted steps and their tokens.
 
@@ -73,6 +82,9 @@ class LearningRate:
         peak: the highest rate.
         warmup_steps: linear from 0; step n (1, 2, ...) of the warm-up trains at n / warmup_steps of the peak.
         unit: what the schedule's argument counts.
+        rule: how the rate follows the batch where it differs from ``reference``: not at all, ``linear``
+            (arXiv 1706.02677), or by the square root (arXiv 2205.10287, for Adam).
+        reference: sequences of the batch that ``peak`` is for.
     """
 
     def __init__(
@@ -83,22 +95,32 @@ class LearningRate:
         peak: float,
         warmup_steps: int = 0,
         unit: Literal["steps", "tokens"] = "steps",
+        rule: BatchRule = "none",
+        reference: int = 1,
     ) -> None:
         self.optimizer, self.schedule = optimizer, schedule
         self.peak, self.warmup_steps, self.unit = peak, warmup_steps, unit
+        self.rule, self.reference = rule, reference
         self.steps = self.tokens = 0
+        self.sequences, self.batch_tokens = reference, 0
         self._set()
 
     @property
     def lr(self) -> float:
         """The rate of the next step."""
         warm = min(1.0, (self.steps + 1) / self.warmup_steps) if self.warmup_steps else 1.0
-        return self.peak * warm * self.schedule.factor(self.steps if self.unit == "steps" else self.tokens)
+        at = self.steps if self.unit == "steps" else self.tokens
+        return self.peak * warm * self.schedule.factor(at) * batch_factor(self.rule, self.sequences, self.reference)
 
-    def step(self, tokens: int) -> None:
-        """A step of ``tokens`` tokens was accepted."""
+    def next_batch(self, sequences: int, tokens: int) -> None:
+        """The size of the batch that is stepped next."""
+        self.sequences, self.batch_tokens = sequences, tokens
+        self._set()
+
+    def step(self) -> None:
+        """A step of the batch last named was accepted."""
         self.steps += 1
-        self.tokens += tokens
+        self.tokens += self.batch_tokens
         self._set()
 
     def _set(self) -> None:

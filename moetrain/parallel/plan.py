@@ -23,12 +23,14 @@ DTYPES = {
     "fp32": (torch.float32, torch.float32),
     "float64": (torch.float64, torch.float64),
     "bf16": (torch.float32, torch.bfloat16),
+    "fp16": (torch.float32, torch.float16),
 }
 
 
 def needs_group(precision: str) -> bool:
-    """bf16 keeps fp32 master weights in FSDP2, which wants a process group even of one."""
-    return precision == "bf16"
+    """Half precision keeps fp32 master weights in FSDP2, which wants a process group even of one."""
+    stored, computed = DTYPES[precision]
+    return stored != computed
 
 
 def spread(model: DeepSeek, config: ParallelConfig, precision: str, ranks: Ranks) -> list[str]:

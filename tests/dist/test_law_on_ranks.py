@@ -12,12 +12,13 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from moetrain.accumulate import Balance, Window
 from moetrain.config.run import ParallelConfig
 from moetrain.model import DeepSeekLoss
 from moetrain.parallel.plan import spread
 from moetrain.parallel.ranks import Ranks
 from tests.support.processes import run_ranks
-from tests.support.small import FAMILIES, difference, every_loss, model, rank_window, same_report, sgd, state
+from tests.support.small import FAMILIES, difference, every_loss, model, rank_window, rows, same_report, sgd, state
 
 pytestmark = pytest.mark.dist
 STEPS = 3
@@ -32,7 +33,7 @@ def one_process(family, scope):
     return [accumulator.step(rank_window(0, 1)) for _ in range(STEPS)], state(m)
 
 
-def on_rank(rank, world, family, scope, wrapper, recompute, reshard, reduce):
+def on_rank(rank, world, family, scope, wrapper, recompute, reshard, reduce, **kwargs):
     config = FAMILIES[family]
     m = model(config)
     ranks = Ranks(rank, world, torch.device("cpu"), init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",)))
@@ -41,7 +42,7 @@ def on_rank(rank, world, family, scope, wrapper, recompute, reshard, reduce):
         wrapped = DistributedDataParallel(m)
     elif wrapper == "fsdp":
         spread(m, ParallelConfig(recompute=recompute, reshard_after_forward=reshard, reduce=reduce), "float64", ranks)
-    accumulator = sgd(wrapped, config, every_loss(config, scope), reduce=reduce)
+    accumulator = sgd(wrapped, config, every_loss(config, scope), reduce=reduce, **kwargs)
     reports = [accumulator.step(rank_window(rank, world)) for _ in range(STEPS)]
     return reports, state(m)
 
@@ -70,6 +71,39 @@ def test_ranks_change_nothing(family, scope, layout):
         assert difference(got_parameters, parameters) < BOUND
     biases = [{k: v for k, v in p.items() if k.endswith("correction_bias")} for _, p in results]
     assert all(difference(b, biases[0]) == 0.0 for b in biases if b), "the bias must be bit-equal on all ranks"
+
+
+def counting_on_rank(rank, world, wrapper, recompute):
+    return on_rank(rank, world, "V3", "window", wrapper, recompute, True, "window", window_order="counting_pass")
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "world", "recompute"), [("plain", 2, "none"), ("ddp", 2, "none"), ("fsdp", 2, "none"), ("fsdp", 4, "full")]
+)
+def test_a_counting_pass_changes_nothing_on_ranks(wrapper, world, recompute):
+    reports, parameters = one_process("V3", "window")
+    for got, got_parameters in run_ranks(counting_on_rank, world, wrapper, recompute):
+        for a, b in zip(got, reports, strict=True):
+            same_report(a, b, BOUND)
+        assert difference(got_parameters, parameters) < BOUND
+
+
+def half_on_rank(rank, world, wrapper):
+    """Gradients of bf16 parameters as the optimizer gets them: 64 equal micro-batches in all."""
+    m = model(dtype=torch.bfloat16)
+    wrapped = DistributedDataParallel(m) if wrapper == "ddp" else m
+    accumulator = sgd(wrapped, FAMILIES["V3"], Balance(), max_norm=None)
+    kept = {}
+    accumulator.optimizer.step = lambda: kept.update({n: p.grad.clone() for n, p in m.named_parameters()})
+    accumulator.step(Window([rows(2, 3)] * (64 // world)))
+    return kept
+
+
+@pytest.mark.parametrize("wrapper", ["plain", "ddp"])
+def test_bf16_gradients_are_summed_in_fp32_over_ranks_too(wrapper):
+    want = half_on_rank(0, 1, "plain")
+    for got in run_ranks(half_on_rank, 2, wrapper):
+        assert all(torch.equal(g, want[name]) for name, g in got.items())
 
 
 def spoilt_on_rank(rank, world, wrapper):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.runs import SCALES, losses, train_on
+from tests.support.runs import SCALES, losses, records, train_on
 
 pytestmark = pytest.mark.dist
 
@@ -33,3 +33,13 @@ def test_a_run_of_two_ranks_goes_on_with_one_and_four(tmp_path):
         train_on(2, "671B", folder, "steps=3", *more)
         got = losses(train_on(world, "671B", folder, "steps=6", *more))
         assert len(got) == 6 and max(abs(a - b) / b for a, b in zip(got, want, strict=True)) < 1e-12
+
+
+def test_a_ramp_and_a_steered_batch_are_the_same_on_two_ranks(tmp_path):
+    more = ("steps=4", "precision=float64", "optimizer.eps=1e-4")
+    ramp = "batch={global_batch: 12, micro_batch: 2, ramp: {start: 3, tokens: 600}}"
+    want, got = (losses(train_on(world, "671B", tmp_path / f"ramp{world}", *more, ramp)) for world in (1, 2))
+    assert len(got) == 4 and got == pytest.approx(want, rel=1e-12)
+    steered = "batch={global_batch: 8, micro_batch: 2, noise_scale: {minimum: 4, maximum: 16, decay: 0.5}}"
+    run = train_on(2, "671B", tmp_path / "noise", *more, steered, "schedule={kind: constant}")
+    assert all("noise_scale" in r for r in records(run))

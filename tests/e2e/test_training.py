@@ -134,3 +134,57 @@ def test_a_run_that_only_makes_nan_ends_in_a_sentence_and_keeps_its_checkpoint(t
     with pytest.raises(UserError, match=r"20 windows in a row were discarded after step 2 .*lower optimizer.lr"):
         train(run_config("671B", tmp_path, "steps=4", "balance.alpha=1e39"))
     assert CheckpointFolder(tmp_path / "run" / "checkpoints").latest() == 2
+
+
+RAMP = ("batch={global_batch: 16, micro_batch: 2, ramp: {start: 4, tokens: 1024}, lr_rule: sqrt}", "steps=6")
+
+
+def test_a_ramp_grows_the_batch_and_goes_on_where_it_was(tmp_path):
+    train(run_config("671B", tmp_path / "whole", *RAMP))
+    found = records(tmp_path / "whole" / "run")
+    assert [r["batch"] for r in found] == [4, 4, 4, 8, 8, 12]  # 1024 tokens are 32 sequences
+    assert [r["tokens"] for r in found] == [32 * n for n in (4, 8, 12, 20, 28, 40)]
+    assert found[5]["lr"] == pytest.approx(found[2]["lr"] * 3**0.5)  # the schedule is still at its peak
+    config = run_config("671B", tmp_path / "parts", *RAMP)
+    train(config.model_copy(update={"steps": 3}))
+    train(config)
+    assert losses(config.run_dir) == losses(tmp_path / "whole" / "run")
+
+
+def test_a_budget_in_tokens_ends_a_ramp_at_its_tokens(tmp_path):
+    result = train(run_config("671B", tmp_path, *RAMP[:1], "steps=null", "tokens=1000"))
+    assert result.steps == 6 and records(tmp_path / "run")[-1]["tokens"] == 40 * 32
+
+
+def test_a_batch_steered_by_the_noise_scale_goes_on_where_it_was(tmp_path):
+    noise = "batch={global_batch: 8, micro_batch: 2, noise_scale: {minimum: 4, maximum: 16, decay: 0.5}}"
+    train(run_config("671B", tmp_path / "whole", noise, "steps=6", "schedule={kind: constant}"))
+    found = records(tmp_path / "whole" / "run")
+    assert {r["batch"] for r in found} <= {4.0, 8.0, 12.0, 16.0} and all("noise_scale" in r for r in found)
+    config = run_config("671B", tmp_path / "parts", noise, "steps=6", "schedule={kind: constant}")
+    train(config.model_copy(update={"steps": 3}))
+    train(config)
+    assert losses(config.run_dir) == losses(tmp_path / "whole" / "run")
+    assert [r["batch"] for r in records(config.run_dir)] == [r["batch"] for r in found]
+    with pytest.raises(UserError, match="needs two parts of a batch"):
+        train(run_config("671B", tmp_path / "one", noise.replace("micro_batch: 2", "micro_batch: 8"), "steps=2"))
+
+
+def test_fp16_learns_with_its_loss_scale(tmp_path):
+    train(run_config("671B", tmp_path, "precision=fp16", "steps=6"))
+    found = records(tmp_path / "run")
+    assert found[-1]["loss"] < found[0]["loss"] and found[0]["loss_scale"] >= 1.0
+
+
+@pytest.mark.parametrize("order", ["forwards_first", "counting_pass"])
+def test_scope_window_is_the_same_run_by_either_order(tmp_path, order, unbroken_window):
+    train(run_config("671B", tmp_path, "steps=3", "balance.scope=window", f"balance.window_order={order}"))
+    # fp32: the same sums in the same order, but for the chunks of a product whose size the memory pattern may change
+    assert losses(tmp_path / "run") == pytest.approx(unbroken_window, rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def unbroken_window(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("window")
+    train(run_config("671B", folder, "steps=3", "balance.scope=window", "batch.micro_batch=16"))
+    return losses(folder / "run")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moetrain.accumulate import Balance, Window
+from moetrain.accumulate import Balance, Window, held
 from moetrain.parallel.recompute import recompute_in_backward
 from tests.support.small import (
     FAMILIES,
@@ -52,6 +52,41 @@ def test_micro_batches_change_nothing(big_batch, cut, how):
     for a, b in zip(got, reports, strict=True):
         same_report(a, b, 1e-12)
     assert difference(cut_parameters, parameters) < 1e-12
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_counting_pass_gives_the_window_scope_too(family, recompute, cut):
+    config = FAMILIES[family]
+    reports, parameters = run(config, "window", [6])
+    got, cut_parameters = run(config, "window", CUTS[cut], recompute=recompute, window_order="counting_pass")
+    for a, b in zip(got, reports, strict=True):
+        same_report(a, b, 1e-12)
+    assert difference(cut_parameters, parameters) < 1e-12
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_activations_that_wait_in_host_memory_come_back_as_they_were(recompute, monkeypatch):
+    want, parameters = run(V3, "window", [2, 4], recompute=recompute)
+    monkeypatch.setattr(held, "SMALLEST", 1)  # also those of a tiny model
+    monkeypatch.setattr(held.HostMemory, "holding", lambda self, device: self.hooks())  # also on a CPU
+    monkeypatch.setattr(held.HostMemory, "_pack", counted(moved := [], held.HostMemory._pack))
+    got, held_parameters = run(V3, "window", [2, 4], recompute=recompute, host_memory=True)
+    assert difference(held_parameters, parameters) == 0.0 and float(got[-1].total) == float(want[-1].total)
+    # with recompute blocks keep their inputs alone (and positions and the like), without it all that autograd saves
+    inputs = sum(rows_ * 12 * V3.hidden_size * 8 for rows_ in (2, 4)) * (V3.num_hidden_layers + 1)
+    assert inputs * 3 <= sum(moved) and (not recompute or sum(moved) < 4 * inputs * 3)
+
+
+def counted(moved, pack):
+    def packed(self, x):
+        before = self.moved
+        out = pack(self, x)
+        moved.append(self.moved - before)
+        return out
+
+    return packed
 
 
 @pytest.mark.parametrize("scope", ["micro_batch", "running"])

@@ -12,6 +12,8 @@ from moetrain.optim import (
     ConstantCosineConstant,
     Cosine,
     LearningRate,
+    NoiseSteeredBatch,
+    RampedBatch,
     StepDecay,
     build_adamw,
     parameter_groups,
@@ -56,15 +58,17 @@ def test_warm_up_is_linear_and_counts_steps_also_where_the_schedule_counts_token
     rates = LearningRate(o, StepDecay([100], 0.5), peak=0.8, warmup_steps=4, unit="tokens")
     seen = []
     for _ in range(7):
+        rates.next_batch(4, 20)
         seen.append(o.param_groups[0]["lr"])
-        rates.step(20)
+        rates.step()
     assert seen == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8, 0.4, 0.4])
 
 
 def test_a_schedule_goes_on_where_it_was_saved():
     a, b = (LearningRate(optimizer(), Cosine(50, 0.0), peak=1.0, warmup_steps=3) for _ in range(2))
     for _ in range(17):
-        a.step(5)
+        a.next_batch(1, 5)
+        a.step()
     b.load_state_dict(a.state_dict())
     assert b.lr == a.lr and b.optimizer.param_groups[0]["lr"] == a.lr and b.tokens == 85
 
@@ -103,3 +107,34 @@ def test_fused_adamw_is_the_textbooks():
         want = before[name] * (1 - 1e-2 * wd) - 1e-2 * p.grad / (p.grad.abs() + 1e-8)
         assert torch.allclose(p, want, rtol=1e-9, atol=1e-12), name
     assert math.isfinite(float(p.detach().sum()))
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
+def test_the_rate_follows_the_batch_by_its_rule(rule, factor):
+    o = optimizer()
+    rates = LearningRate(o, Constant(), peak=0.3, rule=rule, reference=8)
+    assert rates.lr == 0.3
+    rates.next_batch(32, 1)
+    assert o.param_groups[0]["lr"] == pytest.approx(0.3 * factor)
+
+
+def test_the_ramp_of_v3_goes_from_3072_to_15360_sequences_over_469_billion_tokens():
+    over = int(469e9) // 4096
+    ramp = RampedBatch(3072, 15360, over, 3072)
+    assert [ramp.size(over * i // 8 + 1) for i in range(9)] == [3072, 3072, 6144, 6144, 9216, 9216, 12288, 12288, 15360]
+    assert ramp.size(10 * over) == 15360 and ramp.size(over - 1) == 12288
+
+
+def test_a_steered_batch_follows_the_measured_scale_within_its_bounds():
+    sizes = NoiseSteeredBatch(8, 4, 64, increment=4, decay=0.5)
+    assert sizes.size(0) == 8 and math.isnan(sizes.noise_scale)
+    sizes.measured(noise=2000.0, signal=1.0, tokens_per_sequence=100.0)
+    assert sizes.size(0) == 20 and sizes.noise_scale == 2000.0
+    sizes.measured(noise=8000.0, signal=1.0, tokens_per_sequence=100.0)  # averages 2250 and 0.375, over the weight
+    assert sizes.noise_scale == pytest.approx(6000.0) and sizes.size(0) == 60
+    for noise, signal, want in ((1e9, 1.0, 64), (1e9, -100.0, 64), (-1e12, 1.0, 4)):
+        sizes.measured(noise, signal, 100.0)
+        assert sizes.size(0) == want, (noise, signal)
+    other = NoiseSteeredBatch(8, 4, 64, increment=4, decay=0.5)
+    other.load_state_dict(sizes.state_dict())
+    assert vars(other) == vars(sizes)

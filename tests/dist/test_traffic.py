@@ -1,0 +1,99 @@
+"""What a step sends, by its own counter, against arithmetic and against torch's record of the real calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moetrain.config.run import ParallelConfig
+from moetrain.parallel.plan import spread
+from moetrain.parallel.ranks import Ranks
+from tests.support.processes import run_ranks
+from tests.support.small import V3, every_loss, model, rank_window, sgd
+
+pytestmark = pytest.mark.dist
+FP64 = 8
+K = len(rank_window(0, 2))
+
+
+class Calls(TorchDispatchMode):
+    """Every collective that reaches torch's dispatcher, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.names.append(func.__name__.split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+def on_rank(rank, world, wrapper, scope, reduce):
+    m = model()
+    elements = sum(p.numel() for p in m.parameters())
+    # every FSDP group pads each parameter's first dimension to a multiple of the ranks
+    padded = sum(-(-p.shape[0] // world) * world * p[0].numel() for p in m.parameters())
+    ranks = Ranks(rank, world, torch.device("cpu"), init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",)))
+    wrapped: torch.nn.Module = m
+    if wrapper == "ddp":
+        wrapped = DistributedDataParallel(m, broadcast_buffers=False)
+    elif wrapper == "fsdp":
+        spread(m, ParallelConfig(reduce=reduce), "float64", ranks)
+    accumulator = sgd(wrapped, V3, every_loss(V3, scope), reduce=reduce)
+    for _ in range(2):  # DDP settles its buckets after the first
+        accumulator.step(rank_window(rank, world))
+    with Calls() as real:
+        report = accumulator.step(rank_window(rank, world))
+    return elements, padded, dict(report.traffic), real.names
+
+
+@pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp"])
+@pytest.mark.parametrize("scope", ["sequence", "running", "window"])
+def test_gradients_are_reduced_once_a_window_and_nothing_is_sent_uncounted(wrapper, scope):
+    for elements, padded, traffic, real in run_ranks(on_rank, 2, wrapper, scope, "window"):
+        assert sum(kind.calls for kind in traffic.values()) == len(real)
+        assert traffic["gradients"].bytes == FP64 * (padded if wrapper == "fsdp" else elements)
+        if wrapper == "fsdp":
+            groups = V3.num_hidden_layers + V3.num_nextn_predict_layers + 1  # blocks, and the root
+            assert traffic["gradients"].calls == real.count("_reduce_scatter_base_") == groups
+            assert traffic["parameters"].calls == real.count("_allgather_base_")
+            assert traffic["norm"].calls == 1
+        else:
+            assert traffic["gradients"].calls < 5  # buckets, not parameters
+            assert "parameters" not in traffic and "norm" not in traffic
+        assert traffic["counts"].calls == traffic["report"].calls == 1
+        assert traffic.get("balance", (0,))[0] == {"sequence": 0, "running": K, "window": 1}[scope]
+
+
+def test_reducing_in_every_micro_batch_sends_the_gradients_that_many_times():
+    (_, padded, traffic, _), _ = run_ranks(on_rank, 2, "fsdp", "sequence", "micro_batch")
+    assert traffic["gradients"].bytes == K * padded * FP64
+
+
+def test_one_process_sends_nothing():
+    accumulator = sgd(model(), V3, every_loss(V3, "running"))
+    assert accumulator.step(rank_window(0, 1)).traffic == {}
+
+
+def noise_on_rank(rank, world, wrapper):
+    m = model()
+    ranks = Ranks(rank, world, torch.device("cpu"), init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",)))
+    wrapped: torch.nn.Module = m
+    if wrapper == "ddp":
+        wrapped = DistributedDataParallel(m)
+    elif wrapper == "fsdp":
+        spread(m, ParallelConfig(), "float64", ranks)
+    report = sgd(wrapped, V3, every_loss(V3, "previous"), measure_noise=True).step(rank_window(rank, world))
+    return tuple(map(float, report.noise))
+
+
+def test_every_wrapper_measures_the_same_noise():
+    plain = run_ranks(noise_on_rank, 2, "plain")
+    assert plain[0] == plain[1]
+    for wrapper in ("ddp", "fsdp"):
+        for got in run_ranks(noise_on_rank, 2, wrapper):
+            assert got == pytest.approx(plain[0], rel=1e-10)
