@@ -158,7 +158,15 @@ def _train(config: RunConfig, ranks: Ranks) -> Result:
                 ranks=ranks,
                 mfu_per_rate=_mfu_per_rate(config, ranks),
             )
-        log.note(f"done: {progress.step} steps; metrics: {config.run_dir / 'metrics.jsonl'}")
+        metrics = f"metrics: {config.run_dir / 'metrics.jsonl'}"
+        if not last and progress.step:
+            wanted = f"{config.steps} steps" if config.steps is not None else f"{config.tokens} tokens"
+            log.note(
+                f"nothing to do: {checkpoints.path} is already at step {progress.step} ({progress.tokens:,} tokens), "
+                f"and {wanted} were asked for; more of them goes on from there, another run_dir starts afresh; {metrics}"
+            )
+        else:
+            log.note(f"done: {progress.step} steps; {metrics}")
     return Result(config.run_dir, progress.step, last)
 
 

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from moetrain.config.model import ModelConfig
 from moetrain.config.run import RunConfig
-from moetrain.config.sentences import first_sentence
+from moetrain.config.sentences import Fault, first_sentence
 from moetrain.errors import UserError
 
 
@@ -77,7 +77,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
         fault = first_sentence(error, RunConfig)
-        raise UserError(f"{_source(fault.key, file, given, origin)}: {fault.text}") from None
+        raise UserError(f"{_source(fault, file, given, origin)}: {fault.text}") from None
 
 
 def _read_mapping(file: Path) -> dict[str, Any]:
@@ -171,10 +171,16 @@ def _laid_over(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _source(key: str, file: Path, given: dict[str, str], origin: dict[str, Path]) -> str:
+def _source(fault: Fault, file: Path, given: dict[str, str], origin: dict[str, Path]) -> str:
     """Who said it: the override, the model file, or the run file."""
+    key = fault.key
     for name, text in given.items():
-        if key and (f"{key}.".startswith(f"{name}.") or f"{name}.".startswith(f"{key}.")):
+        if key and f"{key}.".startswith(f"{name}."):
+            return f"override {text}"
+    for name, text in given.items():
+        # a section that does not fit together: the override that the sentence names
+        inside = not key or name.startswith(f"{key}.")
+        if inside and re.search(rf"\b{re.escape(name.rpartition('.')[2])}\b", fault.text):
             return f"override {text}"
     section, _, rest = key.partition(".")
     return str(origin.get(rest.partition(".")[0], file)) if section == "model" else str(file)

@@ -206,3 +206,16 @@ def test_another_architecture_is_not_read_as_ours(changes: dict[str, object], fr
 def test_what_does_not_work_yet_is_refused_in_words(override: str, fragment: str) -> None:
     config = load_config(SMOKE, [override])
     assert fragment in sentence_of(lambda: refuse_unsupported(config))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "blamed"),
+    [
+        (["model.hidden_size=64", "model.n_group=3"], "override model.n_group=3: "),
+        (["optimizer.lr=1e-3", "batch.micro_batch=64", "data.seq_len=32"], "override batch.micro_batch=64: "),
+        (["steps=5", "data.seq_len=9999"], "override data.seq_len=9999: "),
+        (["model={n_group: 3}"], "override model={n_group: 3}: "),
+    ],
+)
+def test_the_override_that_the_sentence_is_about_is_blamed(overrides: list[str], blamed: str) -> None:
+    assert sentence_of(lambda: load_config(SMOKE, overrides)).startswith(blamed)
