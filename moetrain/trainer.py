@@ -75,8 +75,8 @@ def _train(config: RunConfig, ranks: Ranks) -> Result:
     load = None if config.init_from is None else partial(_load, config.init_from, ranks.device)
     engine = NativeEngine(config, ranks, load=load)
     loss = DeepSeekLoss(config.model)
-    sizes = _batch_sizes(config)
-    budget, total_tokens = _budget(config, sizes)
+    sizes = batch_sizes(config)
+    budget, total_tokens = budget_of(config, sizes)
     learning_rate = LearningRate(
         engine.optimizer,
         _schedule(config, total_tokens if config.schedule.unit == "tokens" else budget.expected_steps),
@@ -163,7 +163,7 @@ def _train(config: RunConfig, ranks: Ranks) -> Result:
             wanted = f"{config.steps} steps" if config.steps is not None else f"{config.tokens} tokens"
             log.note(
                 f"nothing to do: {checkpoints.path} is already at step {progress.step} ({progress.tokens:,} tokens), "
-                f"and {wanted} were asked for; more of them goes on from there, another run_dir starts afresh; {metrics}"
+                f"and {wanted} were asked for; more of them goes on from there, another run_dir starts anew; {metrics}"
             )
         else:
             log.note(f"done: {progress.step} steps; {metrics}")
@@ -182,7 +182,7 @@ def _load(folder: Path, device: torch.device, dtype: torch.dtype) -> DeepSeek:
     return from_pretrained(folder, dtype=dtype, device=device)
 
 
-def _batch_sizes(config: RunConfig) -> BatchSizes:
+def batch_sizes(config: RunConfig) -> BatchSizes:
     batch = config.batch
     if batch.ramp is not None:
         over = -(-batch.ramp.tokens // config.data.seq_len)
@@ -199,7 +199,7 @@ def _batch_sizes(config: RunConfig) -> BatchSizes:
     return FixedBatch(batch.global_batch)
 
 
-def _budget(config: RunConfig, sizes: BatchSizes) -> tuple[Budget, int]:
+def budget_of(config: RunConfig, sizes: BatchSizes) -> tuple[Budget, int]:
     """The budget, and the tokens it means; both exact where sizes are foreseeable and no window is discarded."""
     steps = sequences = 0
     wanted = None if config.tokens is None else -(-config.tokens // config.data.seq_len)

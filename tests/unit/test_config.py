@@ -61,7 +61,6 @@ def test_the_671b_recipe_is_the_published_one() -> None:
     assert config.tokens == 14_800_000_000_000
     assert (config.batch.global_batch, config.data.seq_len) == (15360, 4096)
     assert config.batch.global_batch * config.data.seq_len == 62_914_560
-    assert config.total_steps == 235_240
     schedule = config.schedule
     assert schedule.kind == "constant_cosine_constant"
     assert schedule.constant + schedule.cosine + schedule.hold + 167e9 == config.tokens
@@ -160,7 +159,6 @@ def test_an_override_leaves_the_rest_alone() -> None:
 def test_a_step_budget_replaces_a_token_budget() -> None:
     config = load_config(CONFIGS / "671B", ["steps=10"])
     assert config.steps == 10 and config.tokens is None
-    assert load_config(SMOKE, ["tokens=1e6"]).total_steps == 245  # 1e6 / (16 * 256), the last one begun counts
 
 
 def test_numbers_mean_the_same_in_the_file(tmp_path: Path) -> None:
