@@ -5,6 +5,7 @@ The batch is uneven on purpose (tests/support/small.py): a rank without a label,
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
@@ -12,13 +13,14 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from moetrain.accumulate import Balance, Window
+from moetrain.accumulate import Balance, MoEAccumulator, Window
 from moetrain.config.run import ParallelConfig
 from moetrain.model import DeepSeekLoss
 from moetrain.parallel.plan import spread
 from moetrain.parallel.ranks import Ranks
+from moetrain.parallel.recompute import recompute_in_backward
 from tests.support.processes import run_ranks
-from tests.support.small import FAMILIES, difference, every_loss, model, rank_window, rows, same_report, sgd, state
+from tests.support.small import FAMILIES, difference, every_loss, full, model, rank_window, rows, same_report, sgd, state
 
 pytestmark = pytest.mark.dist
 STEPS = 3
@@ -40,6 +42,9 @@ def on_rank(rank, world, family, scope, wrapper, recompute, reshard, reduce, **k
     wrapped: torch.nn.Module = m
     if wrapper == "ddp":
         wrapped = DistributedDataParallel(m)
+        if recompute == "full":
+            for block in [*m.layers, *(k.block for k in m.mtp)]:
+                recompute_in_backward(block)
     elif wrapper == "fsdp":
         spread(m, ParallelConfig(recompute=recompute, reshard_after_forward=reshard, reduce=reduce), "float64", ranks)
     accumulator = sgd(wrapped, config, every_loss(config, scope), reduce=reduce, **kwargs)
@@ -50,7 +55,7 @@ def on_rank(rank, world, family, scope, wrapper, recompute, reshard, reduce, **k
 LAYOUTS = [
     ("plain", 2, "none", True, "window"),
     ("ddp", 2, "none", True, "window"),
-    ("ddp", 4, "none", True, "window"),
+    ("ddp", 4, "full", True, "window"),
     ("fsdp", 2, "none", True, "window"),
     ("fsdp", 2, "full", True, "window"),
     ("fsdp", 2, "full", False, "micro_batch"),
@@ -122,18 +127,67 @@ def spoilt_on_rank(rank, world, wrapper):
         spread(m, ParallelConfig(), "float64", Ranks(rank, world, torch.device("cpu"), mesh))
     else:
         wrapped = DistributedDataParallel(m)
-    accumulator = sgd(wrapped, config, every_loss(config, "previous"))
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    accumulator = MoEAccumulator(
+        wrapped, optimizer, loss=DeepSeekLoss(config), balance=every_loss(config, "previous"), scheduler=schedule
+    )
+
+    def everything():
+        moments = {f"{i}.{k}": full(v) for i, entry in optimizer.state_dict()["state"].items() for k, v in entry.items()}
+        return copy.deepcopy(
+            {**state(m), **moments, **accumulator.state_dict()["routing"], "rate": torch.tensor(schedule.get_last_lr())}
+        )
+
     accumulator.step(rank_window(rank, world))
-    before = state(m)
+    before = everything()
     accumulator.loss = Spoilt(config)
     report = accumulator.step(rank_window(rank, world))
-    return report.skipped, difference(state(m), before)
+    after = everything()
+    return report.skipped, before.keys() == after.keys() and all(torch.equal(after[k], v) for k, v in before.items())
 
 
 @pytest.mark.parametrize("wrapper", ["fsdp", "ddp"])
 def test_a_nan_on_one_rank_discards_the_window_on_all(wrapper):
-    for skipped, moved in run_ranks(spoilt_on_rank, 2, wrapper):
-        assert skipped is not None and "nan" in skipped and moved == 0.0
+    """Weights, moments, schedule, bias and counts: bit for bit as before, on every rank."""
+    for skipped, unmoved in run_ranks(spoilt_on_rank, 2, wrapper):
+        assert skipped is not None and "nan" in skipped and unmoved
+
+
+def forced(m):
+    """Routing forced by the correction bias: expert 0 gets every token, most experts none."""
+    for name, bias in m.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            bias[0], bias[1] = 10.0, 5.0
+    return m
+
+
+def forced_on_rank(rank, world, scope, wrapper):
+    config = FAMILIES["V3"]
+    m = forced(model(config))
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
+    wrapped: torch.nn.Module = m
+    if wrapper == "fsdp":
+        spread(m, ParallelConfig(recompute="full"), "float64", Ranks(rank, world, torch.device("cpu"), mesh))
+    else:
+        wrapped = DistributedDataParallel(m)
+    accumulator = sgd(wrapped, config, every_loss(config, scope, bias_rate=0.0))
+    reports = [accumulator.step(rank_window(rank, world)) for _ in range(2)]
+    return reports, state(m)
+
+
+@pytest.mark.parametrize("wrapper", ["fsdp", "ddp"])
+@pytest.mark.parametrize("scope", ["sequence", "previous", "window"])
+def test_starved_experts_and_one_that_takes_all_change_nothing_on_ranks(scope, wrapper):
+    config = FAMILIES["V3"]
+    m = forced(model(config))
+    accumulator = sgd(m, config, every_loss(config, scope, bias_rate=0.0))
+    reports = [accumulator.step(rank_window(0, 1)) for _ in range(2)]
+    assert bool((reports[-1].load == 0).any())
+    for got, parameters in run_ranks(forced_on_rank, 2, scope, wrapper):
+        for a, b in zip(got, reports, strict=True):
+            same_report(a, b, BOUND)
+        assert difference(parameters, state(m)) < BOUND
 
 
 def norms_on_rank(rank, world):
