@@ -64,7 +64,7 @@ def train(config: RunConfig) -> Result:
         UserError: data, checkpoint or machine do not fit the config; one sentence with the mend.
     """
     refuse_unsupported(config)
-    with started(config.device, need_group=needs_group(config.precision)) as ranks:
+    with started(config.device, need_group=needs_group(config.precision), ep=config.parallel.ep) as ranks:
         if ranks.device.type == "cpu":
             reuse_host_memory()
         return _train(config, ranks)

@@ -354,6 +354,11 @@ class RunConfig(Section):
                 f"balance.bias_rate needs a routing bias, which topk_method {model.topk_method} lacks: "
                 "set it to 0 or use noaux_tc"
             )
+        if model.n_routed_experts % self.parallel.ep:
+            raise ValueError(
+                f"parallel.ep ({self.parallel.ep}) must divide model.n_routed_experts ({model.n_routed_experts}), "
+                "or ranks would hold different numbers of experts"
+            )
         if self.batch.noise_scale:
             if self.parallel.reduce == "micro_batch":
                 raise ValueError("batch.noise_scale needs parallel.reduce: window, which has each rank's own gradient")

@@ -20,7 +20,6 @@ def unsupported(config: RunConfig) -> list[tuple[str, str]]:
             "precision=fp32 or precision=bf16",
         ),
         (parallel.pp > 1, f"parallel.pp: {parallel.pp}", "parallel.pp=1"),
-        (parallel.ep > 1, f"parallel.ep: {parallel.ep}", "parallel.ep=1"),
         (parallel.cp > 1, f"parallel.cp: {parallel.cp}", "parallel.cp=1"),
         (
             parallel.dp_replicate > 1,

@@ -13,14 +13,18 @@ from torch import nn
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups, every trainable parameter in exactly one: two dimensions or more decay, fewer do not."""
-    decay: list[nn.Parameter] = []
-    rest: list[nn.Parameter] = []
+    """Every trainable parameter in exactly one group: two dimensions or more decay, fewer do not.
+
+    Parameters of different meshes (experts under expert parallelism) are apart: torch steps a group as one.
+    """
+    groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
     for p in model.parameters():
         if p.requires_grad:
-            (decay if p.ndim >= 2 else rest).append(p)
-    groups = [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+            groups.setdefault((p.ndim < 2, getattr(p, "device_mesh", None)), []).append(p)
+    decaying_first = sorted(groups.items(), key=lambda item: item[0][0])
+    return [
+        {"params": params, "weight_decay": 0.0 if vector else weight_decay} for (vector, _), params in decaying_first
+    ]
 
 
 def build_adamw(

@@ -1,8 +1,9 @@
 """THE order in which a model is spread. Read top to bottom; nothing is wrapped anywhere else.
 
 1. the backend for the device (attention, experts' products)
-2. recompute, inside what is sharded, so that weights are gathered before a block runs again
-3. sharding: every block on its own, embedding and head on their own, the rest at the root
+2. expert parallelism: experts split over the expert mesh, before anything shards what is left of them
+3. recompute, inside what is sharded, so that weights are gathered before a block runs again
+4. sharding: experts over the ranks that hold the same ones, every block over all data ranks, the rest at the root
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from moetrain.config.run import ParallelConfig
 from moetrain.model import Backend, DeepSeek
 from moetrain.model.gate import Gate
+from moetrain.model.moe import MoE
+from moetrain.parallel.ep import spread_experts
 from moetrain.parallel.ranks import Ranks
 from moetrain.parallel.recompute import recompute_in_backward
 
@@ -42,6 +45,13 @@ def spread(model: DeepSeek, config: ParallelConfig, precision: str, ranks: Ranks
     model.use_backend(backend)
     applied.append(backend.describe)
 
+    if ranks.expert_mesh is not None:
+        count = spread_experts(model, ranks.expert_mesh["ep"])
+        applied.append(
+            f"experts of {count} layers over {ranks.expert_mesh['ep'].size()} ranks, all-to-all; "
+            f"each part on {ranks.expert_mesh['edp'].size()}"
+        )
+
     blocks = [*model.layers, *(module.block for module in model.mtp)]
     if config.recompute == "full":
         for block in blocks:
@@ -56,6 +66,9 @@ def spread(model: DeepSeek, config: ParallelConfig, precision: str, ranks: Ranks
             for gate in (m for m in model.modules() if isinstance(m, Gate)):
                 fully_shard(gate, **shard)
             shard["mp_policy"] = policy
+        if ranks.expert_mesh is not None:
+            for layer in (m for m in model.modules() if isinstance(m, MoE)):
+                fully_shard(layer.experts, **{**shard, "mesh": ranks.expert_mesh["edp"]})
         for block in blocks:
             fully_shard(block, **shard)
         fully_shard(model, **{**shard, "reshard_after_forward": False})

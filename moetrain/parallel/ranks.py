@@ -30,12 +30,15 @@ class Ranks:
         rank, world: number of this process and how many there are.
         device: where this process computes.
         mesh: the data mesh (dimension ``dp_shard``), or None where there is no process group.
+        expert_mesh: the same ranks as ``edp`` x ``ep``: neighbours hold different experts, and the ranks of an ``edp``
+            group hold the same ones. None where every rank has all experts.
     """
 
     rank: int
     world: int
     device: torch.device
     mesh: DeviceMesh | None
+    expert_mesh: DeviceMesh | None = None
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
@@ -66,12 +69,13 @@ def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
 
 
 @contextmanager
-def started(device: str, *, need_group: bool = False) -> Iterator[Ranks]:
+def started(device: str, *, need_group: bool = False, ep: int = 1) -> Iterator[Ranks]:
     """Joins the run's processes and leaves them at the end.
 
     Args:
         device: ``auto``, ``cpu`` or ``cuda``.
         need_group: make a process group of one also for a single process.
+        ep: expert-parallel ranks; divides their number.
     """
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     where = choose_device(device, int(os.environ.get("LOCAL_RANK", 0)))
@@ -87,6 +91,9 @@ def started(device: str, *, need_group: bool = False) -> Iterator[Ranks]:
         dist.init_process_group(backend, timeout=TIMEOUT, rank=rank, world_size=world)
     try:
         mesh = init_device_mesh(where.type, (world,), mesh_dim_names=("dp_shard",))
-        yield Ranks(rank=rank, world=world, device=where, mesh=mesh)
+        experts = None
+        if ep > 1:
+            experts = init_device_mesh(where.type, (world // ep, ep), mesh_dim_names=("edp", "ep"))
+        yield Ranks(rank=rank, world=world, device=where, mesh=mesh, expert_mesh=experts)
     finally:
         dist.destroy_process_group()

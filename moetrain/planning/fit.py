@@ -91,6 +91,12 @@ def check(config: RunConfig, path: Path | None = None, machine: Machine | None =
             f"parallel.dp_shard: {shard} asks for {_count(shard, 'process')} and {machine.ranks} started; "
             "use parallel.dp_shard=-1 for as many as there are"
         )
+    if ranks == machine.ranks and ranks % config.parallel.ep:
+        raise UserError(
+            f"parallel.ep: {config.parallel.ep} must divide the {_count(ranks, 'process')} that started: use "
+            f"`torchrun --nproc_per_node {config.parallel.ep} -m moetrain --config {path or 'CONFIG'}`, "
+            "or another parallel.ep"
+        )
     if ranks != machine.ranks:
         raise UserError(
             f"{name} was written for {_count(ranks, 'process')} and {machine.ranks} started: use "

@@ -43,3 +43,14 @@ def test_a_ramp_and_a_steered_batch_are_the_same_on_two_ranks(tmp_path):
     steered = "batch={global_batch: 8, micro_batch: 2, noise_scale: {minimum: 4, maximum: 16, decay: 0.5}}"
     run = train_on(2, "671B", tmp_path / "noise", *more, steered, "schedule={kind: constant}")
     assert all("noise_scale" in r for r in records(run))
+
+
+def test_a_run_goes_on_with_its_experts_spread_otherwise(tmp_path):
+    """Four ranks in two expert groups, then two groups of one, one group of two, no group; and the way back."""
+    more = ("precision=float64", "optimizer.eps=1e-4")
+    want = losses(train_on(1, "671B", tmp_path / "whole", "steps=4", *more))
+    for first, then in (((4, 2), (2, 1)), ((4, 4), (1, 1)), ((1, 1), (4, 2)), ((2, 1), (2, 2))):
+        folder = tmp_path / f"{first}-{then}"
+        train_on(first[0], "671B", folder, "steps=2", *more, f"parallel.ep={first[1]}")
+        got = losses(train_on(then[0], "671B", folder, "steps=4", *more, f"parallel.ep={then[1]}"))
+        assert len(got) == 4 and got == pytest.approx(want, rel=1e-12), (first, then)

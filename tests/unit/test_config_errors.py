@@ -45,6 +45,7 @@ def sentence_of(action: Callable[[], object]) -> str:
         ("batch={global_batch: 4, micro_batch: 1, ramp: {start: 2, tokens: 9}, "
          "noise_scale: {minimum: 2, maximum: 9}}", "give one of them"),
         ("batch.lr_rule=cubic", "`batch.lr_rule` must be 'none', 'linear' or 'sqrt'"),
+        ("parallel.ep=3", "parallel.ep (3) must divide model.n_routed_experts (16)"),
         ("steps=null", "give the budget as either steps or tokens: neither is there"),
         ("steps=0", "`steps` must be greater than 0, not 0"),
         ("steps=1:30", "`steps` must be a whole number, not '1:30'"),
@@ -195,7 +196,6 @@ def test_another_architecture_is_not_read_as_ours(changes: dict[str, object], fr
         ("engine=deepspeed", "engine: deepspeed does not work yet in this version; use engine=native"),
         ("precision=fp8", "precision: fp8"),
         ("parallel.pp=2", "parallel.pp: 2"),
-        ("parallel.ep=2", "parallel.ep: 2"),
         ("parallel.cp=2", "parallel.cp: 2"),
         ("parallel.dp_replicate=2", "parallel.dp_replicate: 2"),
         ("parallel.recompute=selective", "parallel.recompute: selective"),

@@ -114,3 +114,11 @@ def test_this_machine_has_some_memory() -> None:
 def test_another_number_of_shards_than_processes_is_refused() -> None:
     with pytest.raises(UserError, match=r"parallel\.dp_shard: 2 asks for 2 processes and 1 started"):
         check(load_config(CONFIGS / "671B" / "smoke.yaml", ["parallel.dp_shard=2"]), None, LAPTOP)
+
+
+def test_expert_groups_have_to_fit_the_processes() -> None:
+    config = load_config(CONFIGS / "671B" / "smoke.yaml", ["parallel.ep=2"])
+    with pytest.raises(
+        UserError, match=r"parallel\.ep: 2 must divide the 1 process that started: use `torchrun --nproc"
+    ):
+        check(config, None, LAPTOP)

@@ -1,0 +1,148 @@
+"""Experts spread over ranks: the same step as one process, in float64, whatever the routing.
+
+1e-12 relative: sums in another order, nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from moetrain.accumulate import Balance
+from moetrain.config.run import ParallelConfig
+from moetrain.model import backends
+from moetrain.model.dispatch import LocalDispatcher
+from moetrain.parallel.ep import AllToAllDispatcher
+from moetrain.parallel.plan import spread
+from moetrain.parallel.ranks import Ranks
+from tests.support.processes import run_ranks
+from tests.support.small import FAMILIES, V3, difference, every_loss, model, rank_window, same_report, sgd, state
+
+pytestmark = pytest.mark.dist
+BOUND = 1e-12
+
+
+def ranks_of(rank, world, ep):
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
+    experts = init_device_mesh("cpu", (world // ep, ep), mesh_dim_names=("edp", "ep"))
+    return Ranks(rank, world, torch.device("cpu"), mesh, experts)
+
+
+def routed_to(m, experts):
+    """Routing forced by the correction bias: every token takes these two."""
+    for name, bias in m.named_buffers():
+        if name.endswith("e_score_correction_bias") and experts:
+            bias[list(experts)] = 10.0
+    return m
+
+
+def steps(m, config, scope, rank, world, **kwargs):
+    accumulator = sgd(m, config, every_loss(config, scope, bias_rate=1e-3 if not kwargs.pop("still") else 0.0), **kwargs)
+    return [accumulator.step(rank_window(rank, world)) for _ in range(3)], state(m)
+
+
+@functools.cache
+def one_process(family, scope, forced):
+    config = FAMILIES[family]
+    return steps(routed_to(model(config), forced), config, scope, 0, 1, still=bool(forced))
+
+
+def on_rank(rank, world, family, scope, ep, recompute, reduce, forced):
+    config = FAMILIES[family]
+    m = routed_to(model(config), forced)
+    plan = ParallelConfig(ep=ep, recompute=recompute, reduce=reduce)
+    spread(m, plan, "float64", ranks_of(rank, world, ep))
+    return steps(m, config, scope, rank, world, still=bool(forced), reduce=reduce)
+
+
+def agree(world, family, scope, ep, recompute="none", reduce="window", forced=()):
+    reports, parameters = one_process(family, scope, forced)
+    results = run_ranks(on_rank, world, family, scope, ep, recompute, reduce, forced)
+    for got, got_parameters in results:
+        for a, b in zip(got, reports, strict=True):
+            same_report(a, b, BOUND)
+        assert difference(got_parameters, parameters) < BOUND
+    return reports
+
+
+@pytest.mark.parametrize(("world", "ep"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize("scope", ["sequence", "window"])
+def test_spread_experts_change_nothing(world, ep, scope):
+    agree(world, "V3", scope, ep)
+
+
+@pytest.mark.parametrize("family", ["V2", "V2-Lite"])
+def test_nor_in_the_other_families_nor_with_recompute(family):
+    agree(2, family, "window", 2, recompute="full")
+
+
+def test_nor_when_gradients_are_reduced_each_time():
+    agree(4, "V3", "sequence", 2, reduce="micro_batch")
+
+
+@pytest.mark.parametrize("forced", [(0, 1), (6, 7)])
+def test_a_rank_that_gets_every_token_and_ranks_that_get_none_change_nothing(forced):
+    """All tokens to the first rank, or to the last: the others' experts have exact zero gradients and no rank waits."""
+    reports = agree(4, "V3", "sequence", 4, recompute="full", forced=forced)
+    assert bool((reports[0].load[0, [e for e in range(8) if e not in forced]] == 0).all())
+
+
+def gradients_on_rank(rank, world):
+    m = routed_to(model(), (0, 1))
+    spread(m, ParallelConfig(ep=2), "float64", ranks_of(rank, world, 2))
+    accumulator = sgd(m, V3, Balance(), max_norm=None)
+    found = {}
+    accumulator.owner.step = lambda: found.update(
+        {n: (p.grad.to_local().abs().sum().item(), p.grad.to_local().numel()) for n, p in m.named_parameters()}
+    )
+    accumulator.step(rank_window(rank, world))
+    return {n: v for n, v in found.items() if "mlp.experts.down_proj" in n}
+
+
+def test_experts_without_a_token_have_zero_gradients_and_not_none():
+    first, second = run_ranks(gradients_on_rank, 2)
+    assert len(first) == len(second) == 3
+    assert all(total > 0 and size for total, size in first.values())
+    assert all(total == 0.0 and size for total, size in second.values())
+
+
+def dispatched_on_rank(rank, world):
+    """The dispatcher alone, with rows that travel once per rank: the sums of a local dispatcher."""
+    g = torch.Generator().manual_seed(rank)
+    E, T, K, D, m = 8, (0, 5, 1, 9)[rank], 3, 6, 4
+    x = torch.randn(T, D, generator=g, dtype=torch.float64, requires_grad=True)
+    choice = torch.stack([torch.randperm(E, generator=g)[:K] for _ in range(T)]) if T else torch.zeros(0, K).long()
+    weight = torch.rand(T, K, generator=g, dtype=torch.float64, requires_grad=True)
+    every = torch.Generator().manual_seed(99)
+    gate_up = torch.randn(E, 2 * m, D, generator=every, dtype=torch.float64, requires_grad=True)
+    down = torch.randn(E, D, m, generator=every, dtype=torch.float64, requires_grad=True)
+    product = backends.REFERENCE.experts
+    dispatcher = AllToAllDispatcher(dist.group.WORLD, E)
+    own = slice(rank * dispatcher.local, (rank + 1) * dispatcher.local)
+    routed, handle = dispatcher.dispatch(x, choice, weight)
+    y = dispatcher.combine(product(routed, gate_up[own], down[own], in_place_grad=False), handle)
+    out = torch.arange(D, dtype=torch.float64)
+    (y * out).sum().backward()
+    got = [y.detach(), x.grad.clone(), weight.grad.clone()]
+    ours = torch.cat([gate_up.grad.flatten(), down.grad.flatten()])
+    x.grad = weight.grad = gate_up.grad = down.grad = None
+    routed_here, none = LocalDispatcher(E).dispatch(x, choice, weight)
+    y = LocalDispatcher(E).combine(product(routed_here, gate_up, down, in_place_grad=False), none)
+    (y * out).sum().backward()
+    theirs = torch.cat([gate_up.grad.flatten(), down.grad.flatten()])
+    for total in (ours, theirs):
+        dist.all_reduce(total)
+    want = [y.detach(), x.grad, weight.grad]
+    travelled = handle.rows_out
+    needed = [int((choice // dispatcher.local == r).any(dim=1).sum()) for r in range(world)]
+    worst = max([float((a - b).abs().max()) for a, b in zip(got, want, strict=True) if a.numel()], default=0.0)
+    return worst, float((ours - theirs).abs().max()), travelled == needed
+
+
+def test_the_dispatcher_sends_a_token_once_to_each_rank_that_needs_it():
+    for apart, weights_apart, once in run_ranks(dispatched_on_rank, 4):
+        assert apart < 1e-12 and weights_apart < 1e-11 and once
