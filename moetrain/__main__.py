@@ -63,14 +63,7 @@ def _train(arguments: Sequence[str]) -> None:
     )
     given = parser.parse_intermixed_args(arguments)
     path = Path(given.config)
-    config = moetrain.load_config(path, given.overrides)
-
-    from moetrain.config.support import refuse_unsupported
-    from moetrain.planning import fit
-
-    fit.check(config, path)
-    refuse_unsupported(config)
-    moetrain.train(config)
+    moetrain.train(moetrain.load_config(path, given.overrides), path)
 
 
 def _tokenize(arguments: Sequence[str]) -> None:

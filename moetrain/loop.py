@@ -138,7 +138,7 @@ def run(
             last = budget.reached(progress)
             if report.skipped is None and (progress.step % config.log.every == 0 or last):
                 record = log.step(_record(progress, report, sequences, sizes), mfu_per_rate=mfu_per_rate)
-            if config.eval.every and (progress.step % config.eval.every == 0 or last):
+            if report.skipped is None and config.eval.every and (progress.step % config.eval.every == 0 or last):
                 log.evaluation({"step": progress.step, **evaluate(accumulator.model, loss, held_out(), ranks)})
             due = config.checkpoint.every and progress.step % config.checkpoint.every == 0
             if due or last or stopping:

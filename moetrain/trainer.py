@@ -44,6 +44,7 @@ from moetrain.optim import (
 )
 from moetrain.parallel.plan import needs_group
 from moetrain.parallel.ranks import Ranks, started
+from moetrain.planning import fit
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,16 @@ class Result:
     last: dict[str, float]
 
 
-def train(config: RunConfig) -> Result:
+def train(config: RunConfig, path: Path | None = None) -> Result:
     """Trains as ``config`` says, on the processes that ``torchrun`` started (one without it).
 
-    Continues from the newest whole checkpoint in ``run_dir`` unless ``checkpoint.resume`` is ``never``.
+    ``path`` is the file that the config came from, for sentences. Continues from the newest whole checkpoint in
+    ``run_dir`` unless ``checkpoint.resume`` is ``never``.
 
     Raises:
         UserError: data, checkpoint or machine do not fit the config; one sentence with the mend.
     """
+    fit.check(config, path)
     refuse_unsupported(config)
     with started(config.device, need_group=needs_group(config.precision), ep=config.parallel.ep) as ranks:
         if ranks.device.type == "cpu":

@@ -13,7 +13,7 @@ from moetrain.errors import UserError
 
 _ARCHITECTURES = {"deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
 
-# What transformers assumes where the file is silent.
+# What every reader takes where the file is silent; in transformers' own V3 files it always is.
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False},
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True},
@@ -56,6 +56,18 @@ _PLAIN = [
 # Written by older files; what they switch on or off is not part of our model.
 _MUST_BE: dict[str, Any] = {"mlp_bias": False, "rope_interleave": True}
 
+# Readers' defaults for these differ, and some change no tensor's shape: a file without one is not guessed at.
+_DEMANDED = (
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "n_shared_experts",
+    "n_group",
+    "topk_group",
+    "routed_scaling_factor",
+    "first_k_dense_replace",
+    "q_lora_rank",
+)
+
 _YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 
@@ -67,6 +79,9 @@ def read(config: dict[str, Any]) -> dict[str, Any]:
     for key, value in _MUST_BE.items():
         if config.get(key, value) != value:
             raise UserError(f"config.json: {key} must be {value!r}, not {config[key]!r}")
+    for key in _DEMANDED:
+        if key not in config:
+            raise UserError(f"config.json lacks {key}: add it (null where the model does not use it)")
     facts = {"model_type": family, **_FAMILY_DEFAULTS[family]}
     # null stands for "not used", which our own defaults already say.
     facts.update({key: config[key] for key in _PLAIN if config.get(key) is not None})
@@ -92,6 +107,14 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
         return {"rope_theta": theta, "rope_scaling": None}
     if kind != "yarn":
         raise UserError(f"config.json: rope_scaling must be of type yarn or absent, not {kind!r}")
+    for key, value in (("attention_factor", None), ("truncate", True)):
+        if scaling.get(key, value) not in (None, value):
+            raise UserError(f"config.json: rope_scaling.{key} must be absent, not {scaling[key]!r}: DeepSeek has none")
+    if scaling.get("mscale") and not scaling.get("mscale_all_dim"):
+        raise UserError(
+            "config.json: rope_scaling gives mscale without mscale_all_dim, which DeepSeek's code and transformers "
+            "understand differently; give both (equal, as every released model has them) or neither"
+        )
     yarn = {key: scaling[key] for key in _YARN if scaling.get(key) is not None}
     return {"rope_theta": theta, "rope_scaling": yarn}
 
@@ -99,6 +122,10 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
 def write(facts: dict[str, Any]) -> dict[str, Any]:
     """``config.json`` from our facts, in the form of DeepSeek's own files, which every transformers reads."""
     family = facts["model_type"]
+    if facts["moe_layer_freq"] != 1:
+        raise UserError(
+            f"moe_layer_freq is {facts['moe_layer_freq']}, which transformers ignores: it would load another model"
+        )
     out = {key: facts[key] for key in (*_PLAIN, "rope_theta", "rope_scaling", "eos_token_id")}
     out["num_key_value_heads"] = facts["num_attention_heads"]
     out["attention_dropout"] = 0.0

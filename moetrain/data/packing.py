@@ -100,6 +100,8 @@ def check_ids(ids: Tokens, vocab_size: int, name: str) -> None:
     Raises:
         UserError: an id is negative or at least ``vocab_size``.
     """
+    if not len(ids):
+        return
     smallest, largest = int(ids.min()), int(ids.max())
     if smallest < 0:
         raise UserError(f"the tokens of {name} go down to {smallest}: the data is damaged; make it again")

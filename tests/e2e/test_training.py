@@ -109,15 +109,16 @@ def test_a_hugging_face_folder_is_where_a_run_starts(tmp_path):
     from moetrain import save_pretrained
     from moetrain.model import DeepSeek
 
-    config = run_config("671B", tmp_path, "steps=1")
-    model = DeepSeek(config.model)
-    model.init_weights(99)
-    save_pretrained(model, tmp_path / "hf")
-    train(run_config("671B", tmp_path / "a", "steps=1"))
-    train(run_config("671B", tmp_path / "b", "steps=1", f"init_from={tmp_path / 'hf'}"))
-    train(run_config("671B", tmp_path / "c", "steps=1", "seed=99", f"init_from={tmp_path / 'hf'}"))
-    first, started, _ = (losses(tmp_path / name / "run")[0] for name in "abc")
-    assert first != started
+    config = run_config("671B", tmp_path, "steps=2")
+    for seed in (config.seed, 99):
+        model = DeepSeek(config.model)
+        model.init_weights(seed)
+        save_pretrained(model, tmp_path / f"hf{seed}")
+    train(run_config("671B", tmp_path / "fresh", "steps=2"))
+    for seed in (config.seed, 99):
+        train(run_config("671B", tmp_path / f"from{seed}", "steps=2", f"init_from={tmp_path / f'hf{seed}'}"))
+    fresh, same, other = (losses(tmp_path / name / "run") for name in ("fresh", f"from{config.seed}", "from99"))
+    assert same == fresh and other != fresh  # the folder decides, bit for bit
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_said(tmp_path, capsys, unbroken):

@@ -40,11 +40,36 @@ def test_logits_and_every_gradient(family, seed, dtype):
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
-def test_positions_that_start_again(family):
+def test_positions_far_from_zero(family):
+    """3000 and on, at four frequencies that YaRN keeps, bends and divides."""
+    ours, theirs = twins(family, 1, torch.float32, qk_rope_head_dim=8)
+    ids = torch.randint(0, ours.config.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(TOKENS).unsqueeze(0) + 3000
+    assert relative(ours(ids, position_ids=positions), theirs(input_ids=ids, position_ids=positions).logits) < BOUND
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_packed_documents_are_what_each_is_alone(family):
+    """Three documents in a row, positions that start again, against transformers on each of them."""
     ours, theirs = twins(family, 1, torch.float32)
     ids = torch.randint(0, ours.config.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0))
-    positions = torch.arange(TOKENS).unsqueeze(0) + 5
-    assert relative(ours(ids, position_ids=positions), theirs(input_ids=ids, position_ids=positions).logits) < BOUND
+    lengths = (20, 1, 26)
+    positions = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
+    documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths)).unsqueeze(0)
+    packed = ours(ids, position_ids=positions, document_ids=documents).split(lengths, dim=1)
+    for mine, alone in zip(packed, ids.split(lengths, dim=1), strict=True):
+        assert relative(mine, theirs(input_ids=alone).logits) < BOUND
+
+
+@pytest.mark.parametrize(("mscale", "all_dim"), [(1.0, 0.707), (0.707, 1.0), (0.5, 0.25)])
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_two_different_mscales(family, mscale, all_dim):
+    """cos and sin carry the ratio, the softmax scale the square of the second; no released model has them apart."""
+    yarn = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1}
+    yarn |= {"mscale": mscale, "mscale_all_dim": all_dim}
+    ours, theirs = twins(family, 3, torch.float32, rope_scaling=yarn)
+    ids = torch.randint(0, ours.config.vocab_size, (2, TOKENS), generator=torch.Generator().manual_seed(0))
+    assert relative(ours(ids), theirs(input_ids=ids).logits) < BOUND
 
 
 def test_transformers_ignores_norm_topk_prob_of_v2_and_the_released_code_does_not():
