@@ -12,8 +12,8 @@ config = ModelConfig(
     num_experts_per_tok=2, scoring_func="sigmoid", topk_method="noaux_tc", norm_topk_prob=True, kv_lora_rank=16,
     qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, max_position_embeddings=64, initializer_range=0.05,
 )  # fmt: skip
+torch.manual_seed(0)
 model = DeepSeek(config)
-model.init_weights(seed=0)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 

@@ -168,7 +168,7 @@ def _train(config: RunConfig, ranks: Ranks) -> Result:
                 f"nothing to do: {checkpoints.path} is already at step {progress.step} ({progress.tokens:,} tokens), "
                 f"and {wanted} were asked for; more of them goes on from there, another run_dir starts anew; {metrics}"
             )
-        else:
+        elif budget.reached(progress):
             log.note(f"done: {progress.step} steps; {metrics}")
     return Result(config.run_dir, progress.step, last)
 

@@ -92,6 +92,8 @@ def verify(config: RunConfig, *, dtype: str = "float64") -> bool:
                 verdict = "holds" if good else ("BROKEN" if exact else "approximate, as documented")
                 table.add_row(scope, layout.name, *row, verdict)
                 progress.advance(bar)
+            if not console.is_terminal:
+                console.print(f"scope {scope}: {1 + len(LAYOUTS)} layouts taken")
     console.print(table)
     console.print(f"the law {'holds' if held else 'is BROKEN'} (bound {BOUND[dtype]:g}, relative)")
     return held

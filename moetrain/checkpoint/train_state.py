@@ -35,8 +35,8 @@ MANIFEST = "manifest.json"
 EXTRA = "extra.pt"
 #: without these two there is nothing to load
 NEEDED = (EXTRA, ".metadata")
-#: keys of a saved config that a resumed run may not change: they make the tensors
-SHAPE_KEYS = ("model",)
+#: keys of a saved config that a resumed run may not change: they make the tensors, and the order of the sequences
+FIXED_KEYS = ("model", "seed")
 
 
 class DamagedError(Exception):
@@ -146,8 +146,8 @@ class CheckpointFolder:
 
         Args:
             model, optimizer: filled in place.
-            config: the run's; checked against the saved one where it makes the tensors.
-            warn: told of damaged checkpoints that are passed over.
+            config: the run's; checked against the saved one where it makes the tensors, and the order of the data.
+            warn: told of damaged checkpoints that are passed over, and of data that is not the saved run's.
 
         Returns:
             the saved ``extra``, or None where there is no checkpoint.
@@ -160,7 +160,10 @@ class CheckpointFolder:
             return None
         folder = self._folder(step)
         if config is not None:
-            _compare(folder, _manifest(folder, checksums=False)["config"], config)
+            before = _manifest(folder, checksums=False)["config"]
+            _compare(folder, before, config)
+            for sentence in _other_data(folder, before, config):
+                warn(sentence)
         saved = FileSystemReader(folder).read_metadata()
         reason = tensors.difference(model, saved)
         if reason is None:
@@ -307,7 +310,7 @@ def _manifest(folder: Path, *, checksums: bool) -> dict[str, Any]:
 
 
 def _compare(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
-    for key in SHAPE_KEYS:
+    for key in FIXED_KEYS:
         before, after = saved.get(key), now.get(key)
         if before == after:
             continue
@@ -318,6 +321,17 @@ def _compare(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
             f"checkpoint {folder} was made with {key} {before}, and this run has {after}; use the same value, "
             "another run_dir, or checkpoint.resume=never"
         )
+
+
+def _other_data(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What a run reads otherwise than the one it continues: allowed (a later phase, a moved file), and said."""
+    before, after = saved.get("data") or {}, now.get("data") or {}
+    return [
+        f"data.{key} was {before[key]!r} in checkpoint {folder} and is {after[key]!r} now: going on with the sequences "
+        "of the new data after as many as were seen"
+        for key in sorted(before.keys() & after.keys())
+        if before[key] != after[key]
+    ]
 
 
 def _sha256(path: Path) -> str:

@@ -114,7 +114,8 @@ def _override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", key):
-        raise UserError(f"override {text!r} must have the form key=value, for instance optimizer.lr=3e-4")
+        example = f"{key}=..." if re.fullmatch(r"[A-Za-z_][\w.]*", text) else "optimizer.lr=3e-4"
+        raise UserError(f"override {text!r} must have the form key=value without spaces, for instance {example}")
     try:
         return key, yaml.load(value, _Loader)
     except yaml.YAMLError:

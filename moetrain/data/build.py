@@ -31,9 +31,13 @@ class Data:
     def describe(self) -> str:
         """One line for the console."""
         return (
-            f"{self.source} ({self.tokenizer_name}): {len(self.train.tokens) / 1e6:,.1f} M tokens in "
+            f"{self.source} ({self.tokenizer_name}): {_millions(len(self.train.tokens))} tokens in "
             f"{len(self.train):,} training sequences, {len(self.held_out):,} held out"
         )
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:,.1f} M" if count >= 100_000 else f"{count:,}"
 
 
 def build_data(config: DataConfig, *, vocab_size: int, seed: int) -> Data:

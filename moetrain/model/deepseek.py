@@ -23,9 +23,9 @@ from moetrain_kernels.products import linear_cross_entropy
 
 
 class DeepSeek(nn.Module):
-    """The whole model. Weights are uninitialised until ``init_weights`` or a loader fills them.
+    """The whole model. Weights are drawn as torch's modules draw theirs; ``init_weights(seed)`` draws them again.
 
-    ``config`` has DeepSeek's keys. May be built under ``torch.device("meta")``.
+    ``config`` has DeepSeek's keys. May be built under ``torch.device("meta")``, and then has no weights yet.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -36,6 +36,8 @@ class DeepSeek(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         self.mtp = nn.ModuleList(MTPModule(config, k + 1) for k in range(config.num_nextn_predict_layers))
+        if not self.lm_head.weight.is_meta:
+            self.init_weights(int(torch.randint(2**31, (), device="cpu")))
 
     def forward(
         self,

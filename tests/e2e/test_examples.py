@@ -39,3 +39,13 @@ def test_the_accelerate_loop_takes_the_same_steps_on_two_processes():
     launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29743")
     launched = run(*launcher, "examples/accelerate_loop.py")
     assert len(re.findall(r"step 5 ", launched)) == 1
+
+
+def test_the_snippet_of_the_readme_runs_as_it_stands(monkeypatch):
+    text = (ROOT / "README.md").read_text()
+    (snippet,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    monkeypatch.chdir(ROOT)
+    names: dict[str, object] = {}
+    exec(compile(snippet, "README.md", "exec"), names)
+    report = names["report"]
+    assert report.skipped is None and float(report.losses["mtp_1"]) > 0  # type: ignore[attr-defined]

@@ -189,3 +189,32 @@ def unbroken_window(tmp_path_factory):
     folder = tmp_path_factory.mktemp("window")
     train(run_config("671B", folder, "steps=3", "balance.scope=window", "batch.micro_batch=16"))
     return losses(folder / "run")
+
+
+def test_a_run_folder_belongs_to_one_seed_and_other_data_is_said(tmp_path, capsys):
+    train(run_config("671B", tmp_path, "steps=1"))
+    with pytest.raises(
+        UserError, match=r"was made with seed 1234, and this run has 7; use the same value, another run_dir"
+    ):
+        train(run_config("671B", tmp_path, "steps=2", "seed=7"))
+    capsys.readouterr()
+    train(run_config("671B", tmp_path, "steps=2", "data.seq_len=16"))
+    assert "data.seq_len was 32 in checkpoint" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_fewer_steps_than_were_taken_are_nothing_to_do_and_said(tmp_path, capsys):
+    train(run_config("671B", tmp_path, "steps=2"))
+    train(run_config("671B", tmp_path, "steps=1"))
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_a_model_built_from_a_config_has_weights(tmp_path):
+    from moetrain.model import DeepSeek
+
+    config = run_config("671B", tmp_path).model
+    torch.manual_seed(5)
+    a, b = DeepSeek(config), DeepSeek(config)
+    torch.manual_seed(5)
+    c = DeepSeek(config)
+    for (name, x), y, z in zip(a.named_parameters(), b.parameters(), c.parameters(), strict=True):
+        assert bool(x.isfinite().all()) and torch.equal(x, z) and (x.ndim == 1 or not torch.equal(x, y)), name
