@@ -134,8 +134,8 @@ def documents_of(source: str) -> Documents:
                 raise UserError(f"data.source {root} holds no text file ({', '.join(ENDINGS)}); give another folder")
         else:
             raise UserError(
-                f"data.source {root} does not exist; give `stdlib`, a text or .jsonl file, a folder, or a PREFIX of .bin "
-                "and .idx"
+                f"data.source {root} does not exist; give `stdlib`, a text or .jsonl file, a folder, or a "
+                "PREFIX of .bin and .idx"
             )
     found = Documents(paths)
     if not len(found):
