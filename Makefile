@@ -2,7 +2,7 @@
 #   make smoke      a small DeepSeek-V3 learns real text, within five minutes including the set-up
 #   make test       the quick tests          make test-all   the slow ones too
 #   make check      linter, formatter, types
-#   make bench      step time and memory against transformers
+#   make bench      step time and memory against transformers; cost of the accumulation core
 #   make gpu        tests that need a CUDA device
 # On a machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves the CUDA build of torch.
 
@@ -31,7 +31,8 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/step.py --shapes tiny small wide-experts
+	$(BIN)/python benchmarks/accumulate.py
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

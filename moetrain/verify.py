@@ -43,6 +43,7 @@ class Layout:
     cuts: tuple[tuple[int, ...], ...]
     recompute: bool = False
     reduce: str = "window"
+    ep: int = 1
 
 
 REFERENCE = Layout("one process, one batch", ((8,),))
@@ -55,6 +56,8 @@ LAYOUTS = (
     Layout("2 ranks, FSDP2, one with a row", ((4, 3), (1, 0)), recompute=True),
     Layout("2 ranks, FSDP2, reduced each time", ((2, 2), (3, 1)), reduce="micro_batch"),
     Layout("4 ranks, FSDP2, one with nothing", ((2, 1), (1, 1), (2, 1), (0, 0))),
+    Layout("2 ranks, experts spread over both", ((2, 2), (3, 1)), ep=2),
+    Layout("4 ranks, experts over 2, recompute", ((2, 1), (1, 1), (2, 1), (0, 0)), recompute=True, ep=2),
 )
 
 
@@ -104,6 +107,8 @@ def scaled(model: ModelConfig) -> ModelConfig:
     per_group = max(2, -(-model.num_experts_per_tok // model.topk_group))
     experts = min(model.n_routed_experts, max(8, model.n_group * per_group))
     experts -= experts % model.n_group
+    if experts % 2:  # so that expert-parallel ranks can share them
+        experts *= 2
     heads = min(model.num_attention_heads, 4)
     small = {
         "vocab_size": min(model.vocab_size, 256),
@@ -172,16 +177,18 @@ def _rank(
     rank: int, layout: Layout, shape: ModelConfig, config: RunConfig, scope: str, dtype: str, folder: str
 ) -> None:
     world = len(layout.cuts)
-    mesh = None
+    mesh = experts = None
     if world > 1:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
         mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
+        if layout.ep > 1:
+            experts = init_device_mesh("cpu", (world // layout.ep, layout.ep), mesh_dim_names=("edp", "ep"))
     model = DeepSeek(shape)
     model.init_weights(config.seed)
     model.to(torch.float64 if dtype == "float64" else torch.float32)
-    parallel = ParallelConfig(recompute="full" if layout.recompute else "none")
-    spread(model, parallel, dtype, Ranks(rank, world, torch.device("cpu"), mesh))
+    parallel = ParallelConfig(recompute="full" if layout.recompute else "none", ep=layout.ep)
+    spread(model, parallel, dtype, Ranks(rank, world, torch.device("cpu"), mesh, experts))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gradients: dict[str, Tensor] = {}
     optimizer.register_step_pre_hook(
