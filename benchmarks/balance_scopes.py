@@ -318,6 +318,7 @@ def figure(errors: list[dict[str, Any]], runs: list[dict[str, Any]], path: Path)
         xscale="log", yscale="log", xlabel="micro-batches in a window", title="gradient error: balance (—), total (···)"
     )
     left.set_xticks(sizes, [str(s) for s in sizes])
+    left.minorticks_off()
     left.legend()
     trained = sorted({row["size"] for row in runs if row["scope"] == "sequence"})
     shown = trained[len(trained) // 2]
@@ -337,6 +338,7 @@ def figure(errors: list[dict[str, Any]], runs: list[dict[str, Any]], path: Path)
         right.errorbar(trained, means, spread, color=colours[scope], marker="o", capsize=3, label=scope)
     right.set(xscale="log", xlabel="micro-batches in a window", title="held-out loss at equal tokens (nats per byte)")
     right.set_xticks(trained, [str(s) for s in trained])
+    right.minorticks_off()
     fig.tight_layout()
     fig.savefig(path, metadata={"Date": None})
 
