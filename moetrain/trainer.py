@@ -67,7 +67,12 @@ def train(config: RunConfig, path: Path | None = None) -> Result:
     """
     fit.check(config, path)
     refuse_unsupported(config)
-    with started(config.device, need_group=needs_group(config.precision), ep=config.parallel.ep) as ranks:
+    with started(
+        config.device,
+        need_group=needs_group(config.precision),
+        dp_replicate=config.parallel.dp_replicate,
+        ep=config.parallel.ep,
+    ) as ranks:
         if ranks.device.type == "cpu":
             reuse_host_memory()
         return _train(config, ranks)

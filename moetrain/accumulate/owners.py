@@ -227,6 +227,8 @@ class FSDPOwner(PlainOwner):
                 fsdp.set_force_sum_reduction_for_comms(True)
                 fsdp.set_custom_all_gather(gather)
                 fsdp.set_custom_reduce_scatter(scatter)
+                if _has_copies(module):  # HSDP sums shards over the copies, too
+                    fsdp.set_all_reduce_hook(lambda reduced: self.traffic.count("gradients", reduced))
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
         fsdp: Any = self.model
@@ -277,6 +279,11 @@ class _CountedReduceScatter(_Allocates):
 # their names since torch 2.13, where the older ones warn
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _has_copies(module: nn.Module) -> bool:
+    placements = (getattr(p, "placements", ()) for p in module.parameters())
+    return any(placement.is_replicate() for of in placements for placement in of)
 
 
 def is_fsdp(module: nn.Module) -> bool:

@@ -22,11 +22,6 @@ def unsupported(config: RunConfig) -> list[tuple[str, str]]:
         (parallel.pp > 1, f"parallel.pp: {parallel.pp}", "parallel.pp=1"),
         (parallel.cp > 1, f"parallel.cp: {parallel.cp}", "parallel.cp=1"),
         (
-            parallel.dp_replicate > 1,
-            f"parallel.dp_replicate: {parallel.dp_replicate}",
-            "parallel.dp_replicate=1",
-        ),
-        (
             parallel.recompute == "selective",
             "parallel.recompute: selective",
             "parallel.recompute=none or full",

@@ -67,13 +67,15 @@ def spread(model: DeepSeek, config: ParallelConfig, precision: str, ranks: Ranks
                 fully_shard(gate, **shard)
             shard["mp_policy"] = policy
         if ranks.expert_mesh is not None:
+            holders = tuple(name for name in ranks.expert_mesh.mesh_dim_names or () if name != "ep")
             for layer in (m for m in model.modules() if isinstance(m, MoE)):
-                fully_shard(layer.experts, **{**shard, "mesh": ranks.expert_mesh["edp"]})
+                fully_shard(layer.experts, **{**shard, "mesh": ranks.expert_mesh[holders]})
         for block in blocks:
             fully_shard(block, **shard)
         fully_shard(model, **{**shard, "reshard_after_forward": False})
+        copies = f", {config.dp_replicate} copies" if config.dp_replicate > 1 else ""
         applied.append(
-            f"FSDP2 over {ranks.world} ranks: {len(blocks)} blocks and the root, "
+            f"FSDP2 over {ranks.mesh['dp_shard'].size()} ranks{copies}: {len(blocks)} blocks and the root, "
             f"reshard after forward {'on' if config.reshard_after_forward else 'off'}, "
             f"gradients summed each {config.reduce.replace('_', '-')}"
         )

@@ -29,9 +29,9 @@ class Ranks:
     Attributes:
         rank, world: number of this process and how many there are.
         device: where this process computes.
-        mesh: the data mesh (dimension ``dp_shard``), or None where there is no process group.
-        expert_mesh: the same ranks as ``edp`` x ``ep``: neighbours hold different experts, and the ranks of an ``edp``
-            group hold the same ones. None where every rank has all experts.
+        mesh: the data mesh, ``dp_shard`` or ``dp_replicate`` x ``dp_shard``; None where there is no process group.
+        expert_mesh: the same ranks with ``dp_shard`` as ``edp`` x ``ep``: neighbours hold different experts, and the
+            ranks of an ``edp`` group hold the same ones. None where every rank has all experts.
     """
 
     rank: int
@@ -43,14 +43,15 @@ class Ranks:
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """Groups over which tokens are split."""
-        return () if self.mesh is None else (self.mesh.get_group(),)
+        return () if self.mesh is None else tuple(self.mesh.get_all_groups())
 
     def any(self, flag: bool) -> bool:
         """Whether any rank says yes; every rank must ask."""
         if self.mesh is None:
             return flag
         answer = torch.tensor(int(flag), device=self.device)
-        dist.all_reduce(answer, op=dist.ReduceOp.MAX, group=self.mesh.get_group())
+        for group in self.groups:
+            dist.all_reduce(answer, op=dist.ReduceOp.MAX, group=group)
         return bool(answer.item())
 
 
@@ -69,13 +70,14 @@ def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
 
 
 @contextmanager
-def started(device: str, *, need_group: bool = False, ep: int = 1) -> Iterator[Ranks]:
+def started(device: str, *, need_group: bool = False, dp_replicate: int = 1, ep: int = 1) -> Iterator[Ranks]:
     """Joins the run's processes and leaves them at the end.
 
     Args:
         device: ``auto``, ``cpu`` or ``cuda``.
         need_group: make a process group of one also for a single process.
-        ep: expert-parallel ranks; divides their number.
+        dp_replicate: how many times the sharded model exists; divides the number of ranks.
+        ep: expert-parallel ranks; divides the ranks of one such copy.
     """
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     where = choose_device(device, int(os.environ.get("LOCAL_RANK", 0)))
@@ -90,10 +92,17 @@ def started(device: str, *, need_group: bool = False, ep: int = 1) -> Iterator[R
     else:
         dist.init_process_group(backend, timeout=TIMEOUT, rank=rank, world_size=world)
     try:
-        mesh = init_device_mesh(where.type, (world,), mesh_dim_names=("dp_shard",))
-        experts = None
-        if ep > 1:
-            experts = init_device_mesh(where.type, (world // ep, ep), mesh_dim_names=("edp", "ep"))
+        mesh, experts = meshes(where.type, world, dp_replicate=dp_replicate, ep=ep)
         yield Ranks(rank=rank, world=world, device=where, mesh=mesh, expert_mesh=experts)
     finally:
         dist.destroy_process_group()
+
+
+def meshes(device: str, world: int, *, dp_replicate: int = 1, ep: int = 1) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """The data mesh and the expert mesh of ``Ranks``; neighbouring ranks share a copy, and in it an expert group."""
+    shards = world // dp_replicate
+    copies, name = ((dp_replicate,), ("dp_replicate",)) if dp_replicate > 1 else ((), ())
+    mesh = init_device_mesh(device, (*copies, shards), mesh_dim_names=(*name, "dp_shard"))
+    if ep == 1:
+        return mesh, None
+    return mesh, init_device_mesh(device, (*copies, shards // ep, ep), mesh_dim_names=(*name, "edp", "ep"))

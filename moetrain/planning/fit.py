@@ -86,16 +86,17 @@ def check(config: RunConfig, path: Path | None = None, machine: Machine | None =
         mend = _instead(path, only_gpus=no_gpus and len(lacks) == 1)
         raise UserError(f"{name} needs {' and '.join(lacks)}{_not_yet(config)}{mend}")
     shard = config.parallel.dp_shard
-    if shard not in (-1, machine.ranks) and ranks == machine.ranks:
+    if shard not in (-1, machine.ranks // config.parallel.dp_replicate) and ranks == machine.ranks:
         raise UserError(
             f"parallel.dp_shard: {shard} asks for {_count(shard, 'process')} and {machine.ranks} started; "
             "use parallel.dp_shard=-1 for as many as there are"
         )
-    if ranks == machine.ranks and ranks % config.parallel.ep:
+    copies, ep = config.parallel.dp_replicate, config.parallel.ep
+    if ranks == machine.ranks and ranks % (copies * ep):
+        which = f"parallel.ep: {ep}" if copies == 1 else f"parallel.dp_replicate: {copies} times parallel.ep: {ep}"
         raise UserError(
-            f"parallel.ep: {config.parallel.ep} must divide the {_count(ranks, 'process')} that started: use "
-            f"`torchrun --nproc_per_node {config.parallel.ep} -m moetrain --config {path or 'CONFIG'}`, "
-            "or another parallel.ep"
+            f"{which} must divide the {_count(ranks, 'process')} that started: use "
+            f"`torchrun --nproc_per_node {copies * ep} -m moetrain --config {path or 'CONFIG'}`, or another split"
         )
     if ranks != machine.ranks:
         raise UserError(

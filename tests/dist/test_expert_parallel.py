@@ -10,7 +10,6 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from moetrain.accumulate import Balance
 from moetrain.config.run import ParallelConfig
@@ -18,7 +17,7 @@ from moetrain.model import backends
 from moetrain.model.dispatch import LocalDispatcher
 from moetrain.parallel.ep import AllToAllDispatcher
 from moetrain.parallel.plan import spread
-from moetrain.parallel.ranks import Ranks
+from moetrain.parallel.ranks import Ranks, meshes
 from tests.support.processes import run_ranks
 from tests.support.small import FAMILIES, V3, difference, every_loss, model, rank_window, same_report, sgd, state
 
@@ -26,10 +25,8 @@ pytestmark = pytest.mark.dist
 BOUND = 1e-12
 
 
-def ranks_of(rank, world, ep):
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
-    experts = init_device_mesh("cpu", (world // ep, ep), mesh_dim_names=("edp", "ep"))
-    return Ranks(rank, world, torch.device("cpu"), mesh, experts)
+def ranks_of(rank, world, ep, copies=1):
+    return Ranks(rank, world, torch.device("cpu"), *meshes("cpu", world, dp_replicate=copies, ep=ep))
 
 
 def routed_to(m, experts):
@@ -51,17 +48,17 @@ def one_process(family, scope, forced):
     return steps(routed_to(model(config), forced), config, scope, 0, 1, still=bool(forced))
 
 
-def on_rank(rank, world, family, scope, ep, recompute, reduce, forced):
+def on_rank(rank, world, family, scope, ep, recompute, reduce, forced, copies):
     config = FAMILIES[family]
     m = routed_to(model(config), forced)
-    plan = ParallelConfig(ep=ep, recompute=recompute, reduce=reduce)
-    spread(m, plan, "float64", ranks_of(rank, world, ep))
+    plan = ParallelConfig(ep=ep, recompute=recompute, reduce=reduce, dp_replicate=copies)
+    spread(m, plan, "float64", ranks_of(rank, world, ep, copies))
     return steps(m, config, scope, rank, world, still=bool(forced), reduce=reduce)
 
 
-def agree(world, family, scope, ep, recompute="none", reduce="window", forced=()):
+def agree(world, family, scope, ep, recompute="none", reduce="window", forced=(), copies=1):
     reports, parameters = one_process(family, scope, forced)
-    results = run_ranks(on_rank, world, family, scope, ep, recompute, reduce, forced)
+    results = run_ranks(on_rank, world, family, scope, ep, recompute, reduce, forced, copies)
     for got, got_parameters in results:
         for a, b in zip(got, reports, strict=True):
             same_report(a, b, BOUND)
@@ -82,6 +79,13 @@ def test_nor_in_the_other_families_nor_with_recompute(family):
 
 def test_nor_when_gradients_are_reduced_each_time():
     agree(4, "V3", "sequence", 2, reduce="micro_batch")
+
+
+@pytest.mark.parametrize(("world", "ep", "recompute"), [(2, 1, "full"), (4, 1, "none"), (4, 2, "full")])
+@pytest.mark.parametrize("scope", ["sequence", "window"])
+def test_nor_do_two_copies_of_the_sharded_model(world, ep, recompute, scope):
+    """HSDP: shards are summed over the copies as well, also where experts are spread inside each."""
+    agree(world, "V3", scope, ep, recompute=recompute, copies=2)
 
 
 @pytest.mark.parametrize("forced", [(0, 1), (6, 7)])

@@ -45,12 +45,14 @@ def test_a_ramp_and_a_steered_batch_are_the_same_on_two_ranks(tmp_path):
     assert all("noise_scale" in r for r in records(run))
 
 
-def test_a_run_goes_on_with_its_experts_spread_otherwise(tmp_path):
-    """Four ranks in two expert groups, then two groups of one, one group of two, no group; and the way back."""
+@pytest.mark.parametrize(
+    ("first", "then"), [((4, 2, 1), (2, 1, 1)), ((2, 2, 1), (1, 1, 1)), ((1, 1, 1), (4, 2, 2)), ((2, 1, 2), (2, 2, 1))]
+)
+def test_a_run_goes_on_with_its_experts_and_copies_spread_otherwise(tmp_path, first, then):
+    """Processes, expert-parallel ranks and copies, before and after."""
     more = ("precision=float64", "optimizer.eps=1e-4")
-    want = losses(train_on(1, "671B", tmp_path / "whole", "steps=4", *more))
-    for first, then in (((4, 2), (2, 1)), ((4, 4), (1, 1)), ((1, 1), (4, 2)), ((2, 1), (2, 2))):
-        folder = tmp_path / f"{first}-{then}"
-        train_on(first[0], "671B", folder, "steps=2", *more, f"parallel.ep={first[1]}")
-        got = losses(train_on(then[0], "671B", folder, "steps=4", *more, f"parallel.ep={then[1]}"))
-        assert len(got) == 4 and got == pytest.approx(want, rel=1e-12), (first, then)
+    want = losses(train_on(1, "671B", tmp_path / "whole", "steps=3", *more))
+    for steps, (world, ep, copies) in ((2, first), (3, then)):
+        layout = (f"parallel.ep={ep}", f"parallel.dp_replicate={copies}")
+        run = train_on(world, "671B", tmp_path / "spread", f"steps={steps}", *more, *layout)
+    assert losses(run) == pytest.approx(want, rel=1e-12)

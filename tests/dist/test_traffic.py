@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moetrain.config.run import ParallelConfig
 from moetrain.parallel.plan import spread
-from moetrain.parallel.ranks import Ranks
+from moetrain.parallel.ranks import Ranks, meshes
 from tests.support.processes import run_ranks
 from tests.support.small import V3, every_loss, model, rank_window, sgd
 
@@ -32,17 +32,18 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def on_rank(rank, world, wrapper, scope, reduce):
+def on_rank(rank, world, wrapper, scope, reduce, copies=1):
     m = model()
     elements = sum(p.numel() for p in m.parameters())
     # every FSDP group pads each parameter's first dimension to a multiple of the ranks
-    padded = sum(-(-p.shape[0] // world) * world * p[0].numel() for p in m.parameters())
-    ranks = Ranks(rank, world, torch.device("cpu"), init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",)))
+    shards = world // copies
+    padded = sum(-(-p.shape[0] // shards) * shards * p[0].numel() for p in m.parameters())
+    ranks = Ranks(rank, world, torch.device("cpu"), *meshes("cpu", world, dp_replicate=copies))
     wrapped: torch.nn.Module = m
     if wrapper == "ddp":
         wrapped = DistributedDataParallel(m, broadcast_buffers=False)
     elif wrapper == "fsdp":
-        spread(m, ParallelConfig(reduce=reduce), "float64", ranks)
+        spread(m, ParallelConfig(reduce=reduce, dp_replicate=copies), "float64", ranks)
     accumulator = sgd(wrapped, V3, every_loss(V3, scope), reduce=reduce)
     for _ in range(2):  # DDP settles its buckets after the first
         accumulator.step(rank_window(rank, world))
@@ -72,6 +73,12 @@ def test_gradients_are_reduced_once_a_window_and_nothing_is_sent_uncounted(wrapp
 def test_reducing_in_every_micro_batch_sends_the_gradients_that_many_times():
     (_, padded, traffic, _), _ = run_ranks(on_rank, 2, "fsdp", "sequence", "micro_batch")
     assert traffic["gradients"].bytes == K * padded * FP64
+
+
+def test_copies_of_a_sharded_model_are_summed_once_a_window_too():
+    for _, padded, traffic, real in run_ranks(on_rank, 4, "fsdp", "sequence", "window", 2):
+        assert sum(kind.calls for kind in traffic.values()) == len(real)
+        assert traffic["gradients"].bytes == FP64 * (padded + padded // 2)  # into shards, and shards over copies
 
 
 def test_one_process_sends_nothing():

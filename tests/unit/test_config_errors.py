@@ -197,7 +197,6 @@ def test_another_architecture_is_not_read_as_ours(changes: dict[str, object], fr
         ("precision=fp8", "precision: fp8"),
         ("parallel.pp=2", "parallel.pp: 2"),
         ("parallel.cp=2", "parallel.cp: 2"),
-        ("parallel.dp_replicate=2", "parallel.dp_replicate: 2"),
         ("parallel.recompute=selective", "parallel.recompute: selective"),
         ("optimizer.moments=bf16", "optimizer.moments: bf16"),
         ("checkpoint.async_save=true", "checkpoint.async_save: true"),
