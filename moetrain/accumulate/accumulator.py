@@ -113,8 +113,11 @@ class MoEAccumulator:
                 stacklevel=2,
             )
 
-    def step(self, window: Window) -> StepReport:
+    def step(self, window: Window, *, routing: Sequence[Tensor] | None = None) -> StepReport:
         """One optimizer step on this rank's ``window``; every rank gives as many micro-batches.
+
+        ``routing`` fixes the routers' choices (see ``RoutingLedger.replay``): weights and gradients are the model's
+        own.
 
         Gradients are the step's own: what is in ``.grad`` before (a window that an exception ended) is dropped.
         """
@@ -136,7 +139,8 @@ class MoEAccumulator:
         whole_window = self.balance.active and self.balance.scope == "window"
         forwards_first = whole_window and self.window_order == "forwards_first"
         self.owner.begin(all_forwards_first=forwards_first)
-        with self.ledger.attached():
+        given = nullcontext() if routing is None else self.ledger.replay(routing)
+        with self.ledger.attached(), given:
             if forwards_first:
                 sums = self._all_forwards_first(window, scale)
             elif whole_window:

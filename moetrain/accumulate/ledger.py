@@ -217,13 +217,35 @@ class RoutingLedger:
         return chosen
 
     @contextmanager
-    def replay(self) -> Iterator[None]:
-        """Forwards inside use the choices of earlier ones in the same slots, where there are any."""
+    def replay(self, decisions: Sequence[Tensor] | None = None) -> Iterator[None]:
+        """Forwards inside use the choices of earlier ones in the same slots, or those that are given.
+
+        Args:
+            decisions: for each slot [L, T, K] integers, the experts of every token in every router (T = rows x row
+                length); for instance those of the engine that generated the tokens (reinforcement learning).
+
+        Raises:
+            ValueError: decisions that are not for this window and these routers.
+        """
+        if decisions is not None:
+            self._give(decisions)
         before, self.replaying = self.replaying, True
         try:
             yield
         finally:
             self.replaying = before
+
+    def _give(self, decisions: Sequence[Tensor]) -> None:
+        if len(decisions) != len(self.window):
+            raise ValueError(
+                f"routing is given for {len(decisions)} micro-batches, and the window has {len(self.window)}"
+            )
+        for item, given in zip(self.window, decisions, strict=True):
+            want = (len(self.routers), item.input_ids.numel(), self.routers[0].routing.top_k if self.routers else 0)
+            if tuple(given.shape) != want:
+                raise ValueError(f"routing of micro-batch {item.slot} must be {list(want)}, not {list(given.shape)}")
+            for row, choice in enumerate(given.to(self.counts.device).unbind(0)):
+                self._choices[item.slot, row] = choice
 
     @contextmanager
     def backward_of(self, slot: int) -> Iterator[None]:

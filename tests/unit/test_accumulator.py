@@ -268,3 +268,44 @@ def test_what_is_no_window_or_no_tensor_or_empty_is_refused_in_words():
         Window([{**batch, "name": ["a"]}])
     with pytest.raises(ValueError, match="leave it out, or give a row of padding"):
         Window([{key: value[:0] for key, value in batch.items()}])
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_given_routing_decisions_are_the_ones_that_are_used(recompute):
+    """As a reinforcement-learning user gives them: the generator's choices, and the trainer's own weights for them."""
+    w = window([2, 4])
+    g = torch.Generator().manual_seed(0)
+    chosen = [
+        torch.stack([torch.stack([torch.randperm(8, generator=g)[:2] for _ in range(item.input_ids.numel())])] * 3)
+        for item in w
+    ]
+    m = model()
+    if recompute:
+        for block in [*m.layers, *(k.block for k in m.mtp)]:
+            recompute_in_backward(block)
+    report = sgd(m, V3, every_loss(V3, "window")).step(w, routing=chosen)
+    real = torch.cat([c[0][item.attention_mask.flatten() != 0] for c, item in zip(chosen, w, strict=True)])
+    assert torch.equal(report.load[0], torch.bincount(real.flatten(), minlength=8))
+    own = sgd(model(), V3, every_loss(V3, "window")).step(w)
+    assert not torch.equal(report.load, own.load)
+    with pytest.raises(ValueError, match="given for 1 micro-batches, and the window has 2"):
+        sgd(model(), V3, Balance()).step(w, routing=chosen[:1])
+    with pytest.raises(ValueError, match=r"must be \[3, 24, 2\], not \[2, 24, 2\]"):
+        sgd(model(), V3, Balance()).step(w, routing=[c[:2] for c in chosen])
+
+
+def test_the_routing_that_a_model_chose_itself_given_back_changes_nothing():
+    class Recording(DeepSeekLoss):
+        def __call__(self, module, micro_batch):
+            out = super().__call__(module, micro_batch)
+            rows = [accumulator.ledger._choices[micro_batch.slot, row] for row in range(3)]
+            kept.append(torch.stack(rows))
+            return out
+
+    kept: list[torch.Tensor] = []
+    m, other = model(), model()
+    accumulator = sgd(m, V3, every_loss(V3, "sequence"))
+    accumulator.loss = Recording(V3)
+    accumulator.step(window([2, 4]))
+    sgd(other, V3, every_loss(V3, "sequence")).step(window([2, 4]), routing=kept)
+    assert difference(state(m), state(other)) == 0.0
