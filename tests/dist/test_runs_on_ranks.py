@@ -9,7 +9,7 @@ from tests.support.runs import SCALES, losses, records, train_on
 pytestmark = pytest.mark.dist
 
 # fp32: a step's sums in another order, 2^-24 each, grow through AdamW's division by small second moments; seen: 2e-6
-BOUND = {"float64": 1e-12, "fp32": 1e-4}
+BOUND = {"float64": 1e-12, "fp32": 1e-5}
 
 
 @pytest.mark.parametrize("precision", BOUND)
