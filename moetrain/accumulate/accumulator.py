@@ -123,7 +123,11 @@ class MoEAccumulator:
         """
         if not isinstance(window, Window):
             raise ValueError("step takes a Window: Window(micro_batches), or windows(loader, micro_batches=...)")
-        parameter = next(self.model.parameters())
+        if not torch.is_grad_enabled():
+            raise ValueError("step takes gradients: call it outside torch.no_grad() and torch.inference_mode()")
+        parameter = next((p for p in self.model.parameters() if p.requires_grad), None)
+        if parameter is None:
+            raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
         device = parameter.device
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         self.traffic.clear()

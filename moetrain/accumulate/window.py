@@ -160,6 +160,9 @@ def _micro_batch(slot: int, item: Mapping[str, Tensor] | MicroBatch) -> MicroBat
                 f"micro-batch {slot}: {key} is {list(value.shape)}, but input_ids is {list(shape)} (labels are not "
                 "shifted: same positions as the inputs)"
             )
+    for key in ("input_ids", "labels"):
+        if known[key].is_floating_point():
+            raise ValueError(f"micro-batch {slot}: {key} must be token ids, whole numbers, not {known[key].dtype}")
     labels = known["labels"]
     if _on_host(labels) and bool(((labels < 0) & (labels != IGNORED)).any()):
         raise ValueError(f"micro-batch {slot}: labels must be token ids, or {IGNORED} where there is no loss")

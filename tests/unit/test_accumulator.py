@@ -309,3 +309,40 @@ def test_the_routing_that_a_model_chose_itself_given_back_changes_nothing():
     accumulator.step(window([2, 4]))
     sgd(other, V3, every_loss(V3, "sequence")).step(window([2, 4]), routing=kept)
     assert difference(state(m), state(other)) == 0.0
+
+
+def test_a_step_that_cannot_train_says_why():
+    m = model()
+    accumulator = sgd(m, V3, Balance())
+    with torch.no_grad(), pytest.raises(ValueError, match=r"outside torch.no_grad\(\)"):
+        accumulator.step(window([6]))
+    m.requires_grad_(False)
+    with pytest.raises(ValueError, match="nothing to train"):
+        accumulator.step(window([6]))
+    batch = global_batch()
+    with pytest.raises(ValueError, match="labels must be token ids, or -100"):
+        Window([{**batch, "labels": batch["labels"].masked_fill(batch["labels"] == -100, -1)}])
+    with pytest.raises(ValueError, match="input_ids must be token ids, whole numbers"):
+        Window([{**batch, "input_ids": batch["input_ids"].float()}])
+    for size in (0, 2.5):
+        with pytest.raises(ValueError, match="whole number from 1 on"):
+            list(windows([batch], micro_batches=size))
+
+
+@pytest.mark.parametrize("trained", ["lm_head", "experts", "gate.weight", "layernorm"])
+@pytest.mark.parametrize("order", ["forwards_first", "counting_pass"])
+def test_a_model_that_is_mostly_frozen_takes_the_same_step_however_it_is_cut(trained, order):
+    def run(sizes):
+        m = model()
+        for name, p in m.named_parameters():
+            p.requires_grad_(trained in name)
+        optimizer = torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.5)
+        balance = every_loss(V3, "window")
+        accumulator = MoEAccumulator(
+            m, optimizer, loss=DeepSeekLoss(V3), balance=balance, max_norm=1.0, window_order=order
+        )
+        for _ in range(2):
+            accumulator.step(window(sizes))
+        return state(m)
+
+    assert difference(run([2, 1, 3]), run([6])) < 1e-12
