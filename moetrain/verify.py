@@ -8,6 +8,7 @@ loss, a row without any label, padding, packed documents.
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,6 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import start_processes
 
 from moetrain.accumulate import Balance, MoEAccumulator, Window
@@ -27,7 +27,7 @@ from moetrain.config import ModelConfig, RunConfig
 from moetrain.config.run import ParallelConfig
 from moetrain.model import DeepSeek, DeepSeekLoss
 from moetrain.parallel.plan import spread
-from moetrain.parallel.ranks import Ranks
+from moetrain.parallel.ranks import Ranks, meshes
 
 ROWS, TOKENS, STEPS = 8, 48, 2
 #: relative bounds: sums in another order are the only difference, 2^-53 or 2^-24 each, through two steps
@@ -44,6 +44,7 @@ class Layout:
     recompute: bool = False
     reduce: str = "window"
     ep: int = 1
+    copies: int = 1
 
 
 REFERENCE = Layout("one process, one batch", ((8,),))
@@ -58,6 +59,7 @@ LAYOUTS = (
     Layout("4 ranks, FSDP2, one with nothing", ((2, 1), (1, 1), (2, 1), (0, 0))),
     Layout("2 ranks, experts spread over both", ((2, 2), (3, 1)), ep=2),
     Layout("4 ranks, experts over 2, recompute", ((2, 1), (1, 1), (2, 1), (0, 0)), recompute=True, ep=2),
+    Layout("4 ranks, 2 copies, experts over 2", ((2, 1), (1, 1), (2, 1), (0, 0)), ep=2, copies=2),
 )
 
 
@@ -177,17 +179,19 @@ def _rank(
     rank: int, layout: Layout, shape: ModelConfig, config: RunConfig, scope: str, dtype: str, folder: str
 ) -> None:
     world = len(layout.cuts)
+    # gathering what lies on several meshes takes several collectives, and torch says so each time
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     mesh = experts = None
     if world > 1:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
-        if layout.ep > 1:
-            experts = init_device_mesh("cpu", (world // layout.ep, layout.ep), mesh_dim_names=("edp", "ep"))
+        mesh, experts = meshes("cpu", world, dp_replicate=layout.copies, ep=layout.ep)
     model = DeepSeek(shape)
     model.init_weights(config.seed)
     model.to(torch.float64 if dtype == "float64" else torch.float32)
-    parallel = ParallelConfig(recompute="full" if layout.recompute else "none", ep=layout.ep)
+    parallel = ParallelConfig(
+        recompute="full" if layout.recompute else "none", ep=layout.ep, dp_replicate=layout.copies
+    )
     spread(model, parallel, dtype, Ranks(rank, world, torch.device("cpu"), mesh, experts))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gradients: dict[str, Tensor] = {}
