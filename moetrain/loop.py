@@ -72,16 +72,23 @@ class StopSignal:
 
 
 @torch.no_grad()
-def evaluate(model: torch.nn.Module, loss: DeepSeekLoss, windows: Iterable[Window], ranks: Ranks) -> dict[str, float]:
+def evaluate(
+    accumulator: MoEAccumulator, loss: DeepSeekLoss, windows: Iterable[Window], ranks: Ranks
+) -> dict[str, float]:
     """Mean next-token loss and perplexity over windows of held-out data; touches no training state."""
+    model, pipeline = accumulator.model, accumulator.pipeline
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=ranks.device)
     for window in windows:
         window = window.to(ranks.device)
         total[1] += count_denominators(window, device=ranks.device).valid[0]
+        if pipeline is not None:
+            total[0] += pipeline.forward(window)[0].to(torch.float64)
+            continue
         for item in window:
             total[0] += loss(model, item)[0].to(torch.float64)
     model.train()
+    Traffic().sum(total[0], ranks.pipe_groups, "report")
     Traffic().sum(total, ranks.groups, "report")
     mean = (total[0] / total[1].clamp(min=1)).item()
     return {"eval_loss": mean, "perplexity": math.exp(min(mean, 700.0)), "eval_tokens": int(total[1].item())}
@@ -139,7 +146,7 @@ def run(
             if report.skipped is None and (progress.step % config.log.every == 0 or last):
                 record = log.step(_record(progress, report, sequences, sizes), mfu_per_rate=mfu_per_rate)
             if report.skipped is None and config.eval.every and (progress.step % config.eval.every == 0 or last):
-                log.evaluation({"step": progress.step, **evaluate(accumulator.model, loss, held_out(), ranks)})
+                log.evaluation({"step": progress.step, **evaluate(accumulator, loss, held_out(), ranks)})
             due = config.checkpoint.every and progress.step % config.checkpoint.every == 0
             if due or last or stopping:
                 save(progress)

@@ -28,7 +28,7 @@ from moetrain.data import Data, GlobalBatches, Prefetcher, build_data
 from moetrain.engine import Engine, NativeEngine, reuse_host_memory
 from moetrain.loop import Budget, Progress
 from moetrain.model import DeepSeek, DeepSeekLoss
-from moetrain.model.flops import flops_per_token
+from moetrain.model.flops import flops_per_token, parameter_counts
 from moetrain.observe import RunLog, peak_flops
 from moetrain.optim import (
     BatchSizes,
@@ -72,6 +72,7 @@ def train(config: RunConfig, path: Path | None = None) -> Result:
         need_group=needs_group(config.precision),
         dp_replicate=config.parallel.dp_replicate,
         ep=config.parallel.ep,
+        pp=config.parallel.pp,
     ) as ranks:
         if ranks.device.type == "cpu":
             reuse_host_memory()
@@ -81,8 +82,8 @@ def train(config: RunConfig, path: Path | None = None) -> Result:
 def _train(config: RunConfig, ranks: Ranks) -> Result:
     data = build_data(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
     load = None if config.init_from is None else partial(_load, config.init_from, ranks.device)
-    engine = NativeEngine(config, ranks, load=load)
     loss = DeepSeekLoss(config.model)
+    engine = NativeEngine(config, ranks, loss, load=load)
     sizes = batch_sizes(config)
     budget, total_tokens = budget_of(config, sizes)
     learning_rate = LearningRate(
@@ -102,10 +103,11 @@ def _train(config: RunConfig, ranks: Ranks) -> Result:
         max_norm=config.optimizer.max_norm,
         scheduler=learning_rate,
         groups=ranks.groups,
-        window_order=config.balance.window_order,
+        window_order="counting_pass" if config.balance.window_order == "counting_pass" else "forwards_first",
         host_memory=config.balance.host_memory,
         loss_scale=LossScale() if config.precision == "fp16" else None,
         measure_noise=config.batch.noise_scale is not None,
+        pipeline=engine.pipeline,
         owner=engine.owner,
     )
     progress = Progress()
@@ -251,16 +253,14 @@ def _balance(config: RunConfig) -> Balance:
 
 def _windows(config: RunConfig, data: Data, ranks: Ranks, sizes: BatchSizes, progress: Progress) -> Iterator[Window]:
     """This rank's windows from where the run is, the next one prepared while the last one trains where that can be."""
-    batches = GlobalBatches(data.train, seed=config.seed)
+    batches, rank, world = GlobalBatches(data.train, seed=config.seed), ranks.data_rank, ranks.data_world
     consumed = progress.sequences
 
     def window(number: int) -> Window:
         nonlocal consumed
         first, size = consumed, sizes.size(consumed)
         consumed += size
-        return Window(
-            batches.window(first, size, rank=ranks.rank, world=ranks.world, micro_batch=config.batch.micro_batch)
-        )
+        return Window(batches.window(first, size, rank=rank, world=world, micro_batch=config.batch.micro_batch))
 
     if not sizes.foreseeable:
         yield from map(window, itertools.count())
@@ -270,28 +270,27 @@ def _windows(config: RunConfig, data: Data, ranks: Ranks, sizes: BatchSizes, pro
 
 def _held_out(config: RunConfig, data: Data, ranks: Ranks) -> Iterator[Window]:
     """The same held-out sequences in every evaluation."""
-    batches = GlobalBatches(data.held_out, seed=config.seed)
+    batches, rank, world = GlobalBatches(data.held_out, seed=config.seed), ranks.data_rank, ranks.data_world
     size = config.batch.global_batch
     left = min(config.eval.batches * size, len(data.held_out))
     for first in range(0, left, size):
         count = min(size, left - first)
-        yield Window(
-            batches.window(first, count, rank=ranks.rank, world=ranks.world, micro_batch=config.batch.micro_batch)
-        )
+        yield Window(batches.window(first, count, rank=rank, world=world, micro_batch=config.batch.micro_batch))
 
 
 def _facts(config: RunConfig, budget: Budget, ranks: Ranks, engine: Engine, data: Data) -> dict[str, str]:
     """What rank 0 prints before the first step."""
-    parameters = sum(p.numel() for p in engine.model.parameters())
+    counts = parameter_counts(config.model)
+    parameters = counts.total + counts.mtp
     device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu"
-    per_rank = -(-config.batch.global_batch // ranks.world)
+    per_rank = -(-config.batch.global_batch // ranks.data_world)
     facts = {
         "run": f"{config.name}, {budget.expected_steps} steps, in {config.run_dir}",
         "model": f"{parameters / 1e6:,.1f} M parameters, {config.model.model_type}",
         "data": data.describe(),
         "batch": f"{_batch_words(config)} of {config.data.seq_len} tokens a step",
         "window": f"{-(-per_rank // config.batch.micro_batch)} micro-batches of {config.batch.micro_batch} on each of "
-        f"{ranks.world} rank{'s' if ranks.world > 1 else ''}",
+        f"{ranks.data_world} data rank{'s' if ranks.data_world > 1 else ''}",
         "device": f"{device}, {torch.get_num_threads()} threads a rank" if device == "cpu" else device,
         "engine": "native",
     }

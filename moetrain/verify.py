@@ -185,7 +185,7 @@ def _rank(
     if world > 1:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-        mesh, experts = meshes("cpu", world, dp_replicate=layout.copies, ep=layout.ep)
+        mesh, experts, _ = meshes("cpu", world, dp_replicate=layout.copies, ep=layout.ep)
     model = DeepSeek(shape)
     model.init_weights(config.seed)
     model.to(torch.float64 if dtype == "float64" else torch.float32)

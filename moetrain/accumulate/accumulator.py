@@ -23,7 +23,7 @@ from moetrain.accumulate.ledger import Router, RoutingLedger, find_routers
 from moetrain.accumulate.loss_scale import LossScale
 from moetrain.accumulate.losses import Loss, causal_lm_loss
 from moetrain.accumulate.noise import gradient_noise, part_statistics
-from moetrain.accumulate.owners import GradientOwner, owner_of
+from moetrain.accumulate.owners import GradientOwner, Stages, owner_of
 from moetrain.accumulate.report import StepReport
 from moetrain.accumulate.traffic import Traffic
 from moetrain.accumulate.window import Window
@@ -35,6 +35,37 @@ class Scheduler(Protocol):
     """Anything with torch's scheduler verb; called once per accepted step."""
 
     def step(self) -> None: ...
+
+
+class Pipeline(Protocol):
+    """Runs micro-batches through stages, of which this rank holds some.
+
+    Attributes:
+        stages: how the parameters are spread.
+        routers: the whole model's; those of other ranks are never attached to anything.
+        all_forwards_first: the schedule's own order.
+    """
+
+    @property
+    def stages(self) -> Stages: ...
+
+    @property
+    def routers(self) -> Sequence[Router]: ...
+
+    @property
+    def all_forwards_first(self) -> bool: ...
+
+    def fill(self, window: Window) -> Window:
+        """The window with as many empty rows and micro-batches as the schedule needs."""
+        ...
+
+    def forward(self, window: Window, ledger: RoutingLedger | None = None) -> Tensor:
+        """Without gradient; loss sums, [n_terms], zeros where this rank does not hold the head."""
+        ...
+
+    def run(self, window: Window, scale: Tensor, ledger: RoutingLedger) -> Tensor:
+        """Every forward and backward of ``sum(sums * scale)``; returns the same sums."""
+        ...
 
 
 class MoEAccumulator:
@@ -58,6 +89,7 @@ class MoEAccumulator:
         loss_scale: dynamic scaling for fp16.
         measure_noise: estimate the gradient noise scale from norms before and after the reduction; on one process
             without groups from the first micro-batch and the whole window.
+        pipeline: runs the micro-batches where the model is cut into stages.
         owner: who holds the gradients; default: chosen by the model's wrapper.
 
     A window whose loss or gradient norm is not finite is discarded on every rank: weights, optimizer state, scheduler,
@@ -81,6 +113,7 @@ class MoEAccumulator:
         host_memory: bool = False,
         loss_scale: LossScale | None = None,
         measure_noise: bool = False,
+        pipeline: Pipeline | None = None,
         owner: GradientOwner | None = None,
     ) -> None:
         if reduce not in ("window", "micro_batch"):
@@ -99,9 +132,17 @@ class MoEAccumulator:
         self.window_order, self.loss_scale = window_order, loss_scale
         self.host_memory = HostMemory() if host_memory else None
         self.traffic = Traffic()
-        routers = find_routers(model) if routers is None else routers
+        self.pipeline = pipeline
+        if routers is None:
+            routers = find_routers(model) if pipeline is None else pipeline.routers
         self.ledger = RoutingLedger(routers, self.balance, self.groups, self.traffic)
-        self.owner = owner or owner_of(model, optimizer, self.groups, every_micro_batch=reduce == "micro_batch")
+        self.owner = owner or owner_of(
+            model,
+            optimizer,
+            self.groups,
+            every_micro_batch=reduce == "micro_batch",
+            stages=None if pipeline is None else pipeline.stages,
+        )
         self.owner.traffic, self.owner.measures = self.traffic, measure_noise
         if self.balance.active and not self.ledger.routers:
             raise ValueError("a balance loss needs routers, and the model has none that this library knows")
@@ -132,6 +173,8 @@ class MoEAccumulator:
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         self.traffic.clear()
         window = window.to(device)
+        if self.pipeline is not None:
+            window = self.pipeline.fill(window)
         depths = max([*self.loss.depths, *(r.depth for r in self.ledger.routers)], default=0)
         counts = count_denominators(window, depths=depths, groups=self.groups, device=device, traffic=self.traffic)
         scale = self._scale(counts, dtype)
@@ -141,11 +184,14 @@ class MoEAccumulator:
 
         self.ledger.begin(window, counts, dtype, device)
         whole_window = self.balance.active and self.balance.scope == "window"
-        forwards_first = whole_window and self.window_order == "forwards_first"
+        in_order = self.pipeline is None or self.pipeline.all_forwards_first
+        forwards_first = whole_window and self.window_order == "forwards_first" and in_order
         self.owner.begin(all_forwards_first=forwards_first)
         given = nullcontext() if routing is None else self.ledger.replay(routing)
         with self.ledger.attached(), given:
-            if forwards_first:
+            if self.pipeline is not None:
+                sums = self._through_stages(self.pipeline, window, scale, count=whole_window and not forwards_first)
+            elif forwards_first:
                 sums = self._all_forwards_first(window, scale)
             elif whole_window:
                 self._count(window)
@@ -181,6 +227,16 @@ class MoEAccumulator:
             if self.owner.measures and not self.groups and item.slot == 0 and len(window) > 1:
                 self.owner.measure(*(p.grad for p in self.model.parameters() if p.grad is not None))
         return sums
+
+    def _through_stages(self, pipeline: Pipeline, window: Window, scale: Tensor, *, count: bool) -> Tensor:
+        """The schedule's order, after a counting pass where it needs one."""
+        with self.owner.micro_batch(last=False):
+            if not count:
+                return pipeline.run(window, scale, self.ledger)
+            pipeline.forward(window, self.ledger)
+            self.ledger.forwards_done()
+            with self.ledger.replay():
+                return pipeline.run(window, scale, self.ledger)
 
     def _count(self, window: Window) -> None:
         """Every forward without gradient: the ledger is complete, and its choices wait to be replayed."""
@@ -232,7 +288,8 @@ class MoEAccumulator:
             self._own_part(window, counts),
         ]
         packed = torch.cat([p.to(torch.float64).flatten() for p in parts])
-        self.traffic.sum(packed, self.groups, "report")
+        stages = () if self.pipeline is None else self.pipeline.stages.groups
+        self.traffic.sum(packed, (*self.groups, *stages), "report")
         sums, balance, z, load, statistics, own = (
             flat.view(p.shape) for flat, p in zip(packed.split([p.numel() for p in parts]), parts, strict=True)
         )

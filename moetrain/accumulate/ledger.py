@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+ALL = slice(None)
+NONE = slice(0)
+
+
 @dataclass(frozen=True)
 class Router:
     """One router as the ledger sees it; integrations make these for models that are not ours.
@@ -111,7 +115,6 @@ class RoutingLedger:
         self.slot = 0
         self.replaying = False
         self.gradient_scale: Tensor | float = 1.0
-        self._running = torch.zeros(0)
 
     def begin(self, window: Window, denominators: Denominators, dtype: torch.dtype, device: torch.device) -> None:
         """Starts a window. ``dtype`` is that of the statistics, at least fp32."""
@@ -131,6 +134,7 @@ class RoutingLedger:
             for depth in depths
         }
         self._choices: dict[tuple[int, int], Tensor] = {}
+        self._running = torch.zeros(L, width + 1, dtype=torch.int64, device=device)
         self._dtype = dtype
         self._routed = torch.stack([denominators.routed[r.depth] for r in self.routers]) if L else torch.zeros(0)
         if self.balance.active and self.balance.scope == "previous" and self.previous is not None:
@@ -153,18 +157,21 @@ class RoutingLedger:
 
     # -- what f is read from, by scope --------------------------------------------------------------------------------
 
-    def forward_done(self, slot: int) -> None:
-        """Call between a slot's forward and its backward, in the same order on all ranks."""
-        if not self.balance.active:
+    def forward_done(self, slot: int, rows: slice = ALL) -> None:
+        """Call between a slot's forward and its backward, slot by slot, in the same order on all ranks.
+
+        ``rows``: the routers whose forward it was, where a slot goes through the model in pieces.
+        """
+        if not self.balance.active or not self.routers[rows]:
             return
         if self.balance.scope == "micro_batch":
-            self._settle(slot, self.statistics[slot], self._slot_tokens(slot))
+            self._settle(slot, self.statistics[slot, rows], self._slot_tokens(slot, rows), rows)
         elif self.balance.scope == "running":
             # counts and their token total travel together, or f would not be a share
-            both = torch.cat([self.statistics[slot], self._slot_tokens(slot).unsqueeze(1)], dim=1)
+            both = torch.cat([self.statistics[slot, rows], self._slot_tokens(slot, rows).unsqueeze(1)], dim=1)
             self.traffic.sum(both, self.groups, "balance")
-            self._running = both if slot == 0 else self._running + both
-            self._settle(slot, self._running[:, :-1], self._running[:, -1])
+            self._running[rows] += both
+            self._settle(slot, self._running[rows, :-1], self._running[rows, -1], rows)
 
     def forwards_done(self) -> None:
         """Call when every forward of the window is done, where they all come before the first backward."""
@@ -172,19 +179,19 @@ class RoutingLedger:
             total = self.traffic.sum(self.statistics.sum(dim=0), self.groups, "balance")
             self._settle(slice(None), total, self._routed)
 
-    def _slot_tokens(self, slot: int) -> Tensor:
-        """int64 [L]: routed tokens of a slot, by router."""
+    def _slot_tokens(self, slot: int, rows: slice) -> Tensor:
+        """int64 [rows]: routed tokens of a slot, by router."""
         size = self.window[slot].input_ids.numel()
         tokens = []
-        for router in self.routers:
+        for router in self.routers[rows]:
             mask = self._masks[slot, router.depth]
             tokens.append(self.counts.new_tensor(size) if mask is None else mask.sum())
         return torch.stack(tokens)
 
-    def _settle(self, slot: int | slice, statistics: Tensor, tokens: Tensor) -> None:
+    def _settle(self, slot: int | slice, statistics: Tensor, tokens: Tensor, rows: slice = ALL) -> None:
         routing = self.routers[0].routing
         c = routing.coefficients(self.balance, statistics, tokens.to(torch.float64))
-        self.coefficients[slot] = (c / self._routed.to(c).clamp(min=1).unsqueeze(1)).to(self._dtype)
+        self.coefficients[slot, rows] = (c / self._routed[rows].to(c).clamp(min=1).unsqueeze(1)).to(self._dtype)
 
     # -- the window's end ---------------------------------------------------------------------------------------------
 
@@ -248,14 +255,17 @@ class RoutingLedger:
                 self._choices[item.slot, row] = choice
 
     @contextmanager
-    def backward_of(self, slot: int) -> Iterator[None]:
-        """Around a slot's backward: recompute finds the slot and replays its choices, which are dropped afterwards."""
+    def backward_of(self, slot: int, rows: slice = ALL) -> Iterator[None]:
+        """Around a slot's backward: recompute finds the slot and replays its choices, which are dropped afterwards.
+
+        ``rows``: the routers that are through with the slot then.
+        """
         self.slot = slot
         try:
             with self.replay():
                 yield
         finally:
-            for row in range(len(self.routers)):
+            for row in range(len(self.routers))[rows]:
                 self._choices.pop((slot, row), None)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,25 @@ from moetrain.accumulate.norm import grad_norm, local
 from moetrain.accumulate.traffic import Traffic
 
 BUCKET = 1 << 25  # bytes reduced in one call
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The parameters here are a part of the model's: pipeline stages.
+
+    Attributes:
+        groups: process groups over which the model is cut.
+        split: weight gradients come later than the gradients of inputs, so weights must stay where they are meanwhile.
+        copy: a parameter that another stage holds, too (the embedding, for multi-token prediction).
+        copy_groups: its holders, this rank among them; gradients are summed over them.
+        counted: whether it is this rank's copy that enters the norm.
+    """
+
+    groups: tuple[dist.ProcessGroup, ...]
+    split: bool = False
+    copy: nn.Parameter | None = None
+    copy_groups: tuple[dist.ProcessGroup, ...] = ()
+    counted: bool = True
 
 
 class GradientOwner(Protocol):
@@ -81,9 +101,13 @@ class PlainOwner:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, groups: Sequence[dist.ProcessGroup] = ()
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        groups: Sequence[dist.ProcessGroup] = (),
+        stages: Stages | None = None,
     ) -> None:
-        self.model, self.optimizer, self.groups = model, optimizer, tuple(groups)
+        self.model, self.optimizer, self.groups, self.stages = model, optimizer, tuple(groups), stages
         self.traffic, self.measures = Traffic(), False
         self.own_square: Tensor | None = None
         self.half = [p for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16) and p.requires_grad]
@@ -101,8 +125,16 @@ class PlainOwner:
         loss.backward()
 
     def reduce(self) -> None:
-        if not self.groups:
-            return
+        if self.groups:
+            self._sum_over_ranks()
+        self._sum_copies()
+
+    def _sum_copies(self) -> None:
+        copy = None if self.stages is None else self.stages.copy
+        if self.stages is not None and copy is not None and copy.grad is not None:
+            self.traffic.sum(local(copy.grad), self.stages.copy_groups, "gradients")
+
+    def _sum_over_ranks(self) -> None:
         grads = _every_gradient(self.model)
         if self.measures:
             self.measure(*grads)
@@ -120,7 +152,11 @@ class PlainOwner:
             self.own_square = square if self.own_square is None else self.own_square + square
 
     def norm(self) -> Tensor:
-        return grad_norm(self.model.parameters(), traffic=self.traffic)
+        if self.stages is None:
+            return grad_norm(self.model.parameters(), traffic=self.traffic)
+        elsewhere = None if self.stages.counted else self.stages.copy
+        parameters = (p for p in self.model.parameters() if p is not elsewhere)
+        return grad_norm(parameters, extra_groups=self.stages.groups, traffic=self.traffic)
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:
@@ -215,8 +251,15 @@ class FSDPOwner(PlainOwner):
     ``every_micro_batch`` reduces in each backward instead: less memory, K times the traffic.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, every_micro_batch: bool = False) -> None:
-        super().__init__(model, optimizer)
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        every_micro_batch: bool = False,
+        stages: Stages | None = None,
+    ) -> None:
+        super().__init__(model, optimizer, stages=stages)
         self.half = []  # a policy with reduce_dtype=torch.float32 does it
         self.every = every_micro_batch
         gather, scatter = _CountedAllGather(self), _CountedReduceScatter(self)
@@ -234,11 +277,33 @@ class FSDPOwner(PlainOwner):
         fsdp: Any = self.model
         fsdp.set_requires_gradient_sync(last or self.every)
         fsdp.set_is_last_backward(last)
+        if self.stages is not None and self.stages.split:
+            fsdp.set_reshard_after_backward(False)
         return nullcontext()
 
     def reduce(self) -> None:
+        if self.stages is not None:
+            self._end_backwards()
         # every parameter has a gradient in every step, or its optimizer state would fall behind on this rank
         _every_gradient(self.model)
+        self._sum_copies()
+
+    def _end_backwards(self) -> None:
+        """Reduces what all backwards left, as torch's own pipeline runtime does: none of them was the last of all."""
+        fsdp: Any = self.model
+        fsdp.set_requires_gradient_sync(True)
+        fsdp.set_is_last_backward(True)
+        fsdp.set_reshard_after_backward(True)
+        settle_gradients(fsdp)
+        fsdp._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def settle_gradients(model: nn.Module) -> None:
+    """FSDP2: moves gradients that hang on unsharded weights to where they are accumulated, or reduces them."""
+    root: Any = model
+    for state in root._get_fsdp_state()._state_ctx.all_states:
+        for group in state._fsdp_param_groups:
+            group.post_backward()
 
 
 class _Allocates:
@@ -296,14 +361,15 @@ def owner_of(
     groups: Sequence[dist.ProcessGroup],
     *,
     every_micro_batch: bool = False,
+    stages: Stages | None = None,
 ) -> GradientOwner:
     """The owner that fits the model's wrapper."""
     if is_fsdp(model):
-        return FSDPOwner(model, optimizer, every_micro_batch=every_micro_batch)
+        return FSDPOwner(model, optimizer, every_micro_batch=every_micro_batch, stages=stages)
     if every_micro_batch:
         raise ValueError(
             "reduce='micro_batch' needs FSDP2: elsewhere gradients are whole anyway, and it would save nothing"
         )
     if isinstance(model, DistributedDataParallel):
         return DDPOwner(model, optimizer)
-    return PlainOwner(model, optimizer, groups)
+    return PlainOwner(model, optimizer, groups, stages)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,6 +87,33 @@ class MicroBatch:
         return base.masked_fill(self.attention_mask == 0, -1)
 
     _padding_is_last: bool = True
+
+    def empty(self) -> MicroBatch:
+        """The same shape with nothing in it: padding only."""
+        zeros = torch.zeros_like(self.input_ids)
+        return dataclasses.replace(
+            self,
+            input_ids=zeros,
+            labels=torch.full_like(zeros, IGNORED),
+            attention_mask=zeros,
+            position_ids=None if self.position_ids is None else zeros,
+            document_ids=None if self.document_ids is None else zeros,
+            _padding_is_last=True,
+        )
+
+    def with_rows(self, rows: int) -> MicroBatch:
+        """The same with rows of padding, until there are ``rows``; it has no extras that would have to grow, too."""
+        missing = rows - self.input_ids.shape[0]
+        if not missing:
+            return self
+        empty = self.empty()
+        mask = torch.ones_like(self.input_ids) if self.attention_mask is None else self.attention_mask
+        filled: dict[str, Any] = {}
+        for name in _KNOWN:
+            mine = mask if name == "attention_mask" else getattr(self, name)
+            if mine is not None:
+                filled[name] = torch.cat([mine, getattr(empty, name)[:1].expand(missing, -1)])
+        return dataclasses.replace(self, **filled)
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same on another device, without waiting for the copy."""

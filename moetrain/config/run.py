@@ -190,7 +190,8 @@ class BalanceConfig(Section):
     ``zero_centred`` keeps the mean of the bias at 0.
 
     Scope ``window`` knows the global counts by running all ``forwards_first`` (what waits for its backward
-    may wait in ``host_memory``) or by a ``counting_pass`` (one forward more, no memory).
+    may wait in ``host_memory``) or by a ``counting_pass`` (one forward more, no memory); ``auto``: the first
+    where the pipeline schedule allows it.
     """
 
     scope: Literal["sequence", "micro_batch", "running", "previous", "window"] = "sequence"
@@ -200,7 +201,7 @@ class BalanceConfig(Section):
     z_loss: NotNegativeReal = 0.0
     bias_rate: Piecewise = Piecewise(((0.0, 0.0),))
     zero_centred: Truth = False
-    window_order: Literal["forwards_first", "counting_pass"] = "forwards_first"
+    window_order: Literal["auto", "forwards_first", "counting_pass"] = "auto"
     host_memory: Truth = False
 
 
@@ -210,12 +211,28 @@ class MtpConfig(Section):
     weight: Piecewise = Piecewise(((0.0, 0.3),))
 
 
+PipelineSchedule = Literal[
+    "gpipe",
+    "1f1b",
+    "interleaved_1f1b",
+    "looped_bfs",
+    "interleaved_zero_bubble",
+    "zbv_zero_bubble",
+    "dualpipev",
+]
+SINGLE = ("gpipe", "1f1b")
+V = ("zbv_zero_bubble", "dualpipev")
+SPLIT_BACKWARD = ("interleaved_zero_bubble", *V)
+FORWARDS_FIRST = ("gpipe", "looped_bfs")
+
+
 class ParallelConfig(Section):
     """How a run is spread. ``world_size`` is what the file was written for (null: any number of processes).
 
     ``dp_shard`` -1 takes the ranks that are left. ``recompute`` trades compute for activations. ``reduce:
     window`` reduces gradients once a window, ``micro_batch`` at every micro-batch (less memory, more
-    traffic).
+    traffic). ``pp`` pipeline ranks hold ``stages_per_rank`` stages each (default: as many as ``schedule``
+    needs).
     """
 
     world_size: Positive | None = None
@@ -224,18 +241,36 @@ class ParallelConfig(Section):
     dp_shard: Int = -1
     ep: Positive = 1
     cp: Positive = 1
-    schedule: Literal[
-        "gpipe",
-        "1f1b",
-        "interleaved_1f1b",
-        "looped_bfs",
-        "interleaved_zero_bubble",
-        "zbv_zero_bubble",
-        "dualpipev",
-    ] = "1f1b"
+    schedule: PipelineSchedule = "1f1b"
+    stages_per_rank: Positive | None = None
     recompute: Literal["none", "selective", "full"] = "none"
     reduce: Literal["window", "micro_batch"] = "window"
     reshard_after_forward: Truth = True
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages in all."""
+        each = 1 if self.schedule in SINGLE else 2
+        return self.pp * (self.stages_per_rank or each)
+
+    def _pipeline(self) -> None:
+        fixed = 1 if self.schedule in SINGLE else 2 if self.schedule in V else None
+        if fixed and self.stages_per_rank not in (None, fixed):
+            raise ValueError(
+                f"schedule {self.schedule} puts {fixed} stage{'s' if fixed > 1 else ''} on a rank: leave "
+                f"stages_per_rank ({self.stages_per_rank}) out"
+            )
+        if self.schedule not in SPLIT_BACKWARD:
+            return
+        why = f"schedule {self.schedule} takes weight gradients apart from the rest of the backward"
+        if self.reshard_after_forward:
+            raise ValueError(f"{why}, and weights must be there for both: set reshard_after_forward: false")
+        if self.recompute != "none":
+            raise ValueError(
+                f"{why}, and every part would be recomputed for each: set recompute: none, or schedule: 1f1b"
+            )
+        if self.reduce == "micro_batch":
+            raise ValueError(f"{why}, so there is no backward that ends with a micro-batch: set reduce: window")
 
     @model_validator(mode="after")
     def _consistent(self) -> ParallelConfig:
@@ -247,6 +282,8 @@ class ParallelConfig(Section):
                 f"world_size ({self.world_size}) must be pp * dp_replicate * cp * dp_shard = {fixed}"
                 + (" times a whole number" if self.dp_shard == -1 else "")
             )
+        if self.pp > 1:
+            self._pipeline()
         shards = self.dp_shard if self.dp_shard != -1 else self.world_size and self.world_size // fixed
         if shards and shards * self.cp % self.ep:
             raise ValueError(f"ep ({self.ep}) must divide the {shards * self.cp} ranks that shard the model")
@@ -333,6 +370,25 @@ class RunConfig(Section):
             )
         return name
 
+    def _pipeline(self) -> None:
+        parallel = self.parallel
+        if parallel.pp == 1:
+            return
+        if parallel.stages > self.model.num_hidden_layers:
+            raise ValueError(
+                f"parallel.pp ({parallel.pp}) with schedule {parallel.schedule} makes {parallel.stages} stages of "
+                f"{self.model.num_hidden_layers} layers: give pp or stages_per_rank less, or another schedule"
+            )
+        if self.balance.window_order == "forwards_first" and parallel.schedule not in FORWARDS_FIRST:
+            raise ValueError(
+                f"balance.window_order forwards_first is not the order of schedule {parallel.schedule}: use "
+                "counting_pass, or schedule gpipe or looped_bfs"
+            )
+        if self.balance.host_memory:
+            raise ValueError("balance.host_memory does not go with pipeline stages: set it to false, or parallel.pp 1")
+        if self.batch.noise_scale:
+            raise ValueError("batch.noise_scale needs the whole gradient on each rank: set parallel.pp 1, or use ramp")
+
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         if (self.steps is None) == (self.tokens is None):
@@ -359,6 +415,7 @@ class RunConfig(Section):
                 f"parallel.ep ({self.parallel.ep}) must divide model.n_routed_experts ({model.n_routed_experts}), "
                 "or ranks would hold different numbers of experts"
             )
+        self._pipeline()
         if self.batch.noise_scale:
             if self.parallel.reduce == "micro_batch":
                 raise ValueError("batch.noise_scale needs parallel.reduce: window, which has each rank's own gradient")

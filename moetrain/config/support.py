@@ -19,7 +19,6 @@ def unsupported(config: RunConfig) -> list[tuple[str, str]]:
             f"precision: {config.precision}",
             "precision=fp32 or precision=bf16",
         ),
-        (parallel.pp > 1, f"parallel.pp: {parallel.pp}", "parallel.pp=1"),
         (parallel.cp > 1, f"parallel.cp: {parallel.cp}", "parallel.cp=1"),
         (
             parallel.recompute == "selective",

@@ -8,7 +8,8 @@ import torch
 
 from moetrain.accumulate.owners import GradientOwner, owner_of
 from moetrain.config.run import RunConfig
-from moetrain.model import DeepSeek
+from moetrain.engine.pipeline import Pipeline
+from moetrain.model import DeepSeek, DeepSeekLoss
 from moetrain.optim import build_adamw
 from moetrain.parallel.plan import DTYPES, spread
 from moetrain.parallel.ranks import Ranks
@@ -20,13 +21,19 @@ class NativeEngine:
     Args:
         config: the run.
         ranks: this process among the run's.
+        loss: the model's.
         load: gives a filled model of the wanted dtype; default: fresh weights from the run's seed.
     """
 
     def __init__(
-        self, config: RunConfig, ranks: Ranks, *, load: Callable[[torch.dtype], DeepSeek] | None = None
+        self,
+        config: RunConfig,
+        ranks: Ranks,
+        loss: DeepSeekLoss,
+        *,
+        load: Callable[[torch.dtype], DeepSeek] | None = None,
     ) -> None:
-        stored, _ = DTYPES[config.precision]
+        stored, computed = DTYPES[config.precision]
         if load is None:
             with torch.device("meta"):
                 model = DeepSeek(config.model).to(stored)
@@ -35,7 +42,11 @@ class NativeEngine:
             model = load(stored)
         self.model: DeepSeek = model.to(ranks.device)
         self.model.train()
-        applied = spread(self.model, config.parallel, config.precision, ranks)
+        length = config.data.seq_len
+        applied = spread(self.model, config.parallel, config.precision, ranks, seq_len=length)
+        self.pipeline = None
+        if ranks.pipe is not None:
+            self.pipeline = Pipeline(self.model, loss, config.parallel, ranks, dtype=computed, seq_len=length)
         self.optimizer, how = build_adamw(
             self.model,
             lr=config.optimizer.lr,
@@ -49,5 +60,6 @@ class NativeEngine:
             ranks.groups,
             # one rank has nothing to reduce
             every_micro_batch=config.parallel.reduce == "micro_batch" and ranks.mesh is not None,
+            stages=None if self.pipeline is None else self.pipeline.stages,
         )
         self.applied: Sequence[str] = [*applied, how]

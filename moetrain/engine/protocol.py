@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from moetrain.accumulate.accumulator import Pipeline
 from moetrain.accumulate.owners import GradientOwner
 
 
@@ -22,6 +23,7 @@ class Engine(Protocol):
         model: called for losses and evaluation; its state is what a checkpoint holds.
         optimizer: its state likewise.
         owner: runs backwards, reduces, clips and steps.
+        pipeline: runs micro-batches through stages; None where every rank has the whole model.
         applied: what was done to the model, a line each.
     """
 
@@ -33,6 +35,9 @@ class Engine(Protocol):
 
     @property
     def owner(self) -> GradientOwner: ...
+
+    @property
+    def pipeline(self) -> Pipeline | None: ...
 
     @property
     def applied(self) -> Sequence[str]: ...

@@ -6,6 +6,7 @@ Legend: B rows, T tokens, D width, V vocabulary.
 from __future__ import annotations
 
 import zlib
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,18 @@ from moetrain.model.moe import RoutedExperts
 from moetrain.model.mtp import MTPModule, shifted
 from moetrain.model.rope import rotation
 from moetrain_kernels.products import linear_cross_entropy
+
+
+class Part(NamedTuple):
+    """A run of the model's steps, for who computes it in pieces.
+
+    layers: which blocks; first: embeds the tokens before them; last: after them comes the final norm, the head and
+    multi-token prediction.
+    """
+
+    layers: range
+    first: bool
+    last: bool
 
 
 class DeepSeek(nn.Module):
@@ -46,6 +59,8 @@ class DeepSeek(nn.Module):
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
         targets: Tensor | None = None,
+        part: Part | None = None,
+        hidden: Tensor | None = None,
     ) -> Tensor:
         """Logits, or with ``targets`` the summed losses, for which logits never exist whole.
 
@@ -55,18 +70,27 @@ class DeepSeek(nn.Module):
             document_ids: [B, T] integers; attention stays within a document. None = one document a row.
             targets: [1 + num_nextn_predict_layers, B, T] int64: what the head (row 0) and MTP module k (row k) have to
                 predict at each position, -100 = nothing.
+            part: compute only this; modules that it does not use may be None. Default: everything.
+            hidden: [B, T, D], what the part before gave; needed by all but the first.
 
         Returns:
+            of a part that is not the last: its hidden states, [B, T, D]; else
             [B, T, V] in the model's dtype, or with targets the cross-entropy sums, [1 + num_nextn_predict_layers], at
             least fp32: main, then MTP depth 1, 2, ...
         """
         T = input_ids.shape[1]
         if position_ids is None:
             position_ids = torch.arange(T, device=input_ids.device).unsqueeze(0)
-        turn = rotation(self.config, position_ids, self.norm.weight.dtype)
-        x = self.embed_tokens(input_ids)
-        for layer in self.layers:
-            x = layer(x, turn, document_ids)
+        part = part or Part(range(len(self.layers)), first=True, last=True)
+        if part.first:
+            hidden = self.embed_tokens(input_ids)
+        assert hidden is not None
+        x = hidden
+        turn = rotation(self.config, position_ids, x.dtype)
+        for i in part.layers:
+            x = self.layers[i](x, turn, document_ids)
+        if not part.last:
+            return x
         hidden = self.norm(x)
         if targets is None:
             logits: Tensor = self.lm_head(hidden)

@@ -112,21 +112,26 @@ def flops_per_token(config: ModelConfig, seq_len: int, *, causal: bool = True, m
         causal: count only what the mask leaves.
         mtp: add the multi-token-prediction modules, each with a pass through the head.
     """
+    blocks, ends = flops_of_parts(config, seq_len, causal=causal, mtp=mtp)
+    return sum(blocks) + ends
+
+
+def flops_of_parts(
+    config: ModelConfig, seq_len: int, *, causal: bool = True, mtp: bool = True
+) -> tuple[list[float], float]:
+    """The same by block of the main model, and of what comes after the last: head and multi-token prediction."""
     d = config.hidden_size
     counts = parameter_counts(config)
     attention_matrices = sum(_attention_parts(config))
     moe = attention_matrices + config.n_routed_experts * d
     moe += (config.num_experts_per_tok + config.n_shared_experts) * counts.expert
     dense = attention_matrices + counts.dense_ffn
-    moe_layers = sum(config.is_moe_layer(i) for i in range(config.num_hidden_layers))
-    layers = config.num_hidden_layers
-    matrices = moe_layers * moe + (layers - moe_layers) * dense + counts.head
-    if mtp:
-        matrices += config.num_nextn_predict_layers * (moe + 2 * d * d + counts.head)
-        layers += config.num_nextn_predict_layers
     widths = config.qk_head_dim + config.v_head_dim
-    attention = 6.0 * layers * config.num_attention_heads * widths * seq_len * (0.5 if causal else 1.0)
-    return 6.0 * matrices + attention
+    attention = 6.0 * config.num_attention_heads * widths * seq_len * (0.5 if causal else 1.0)
+    blocks = [6.0 * (moe if config.is_moe_layer(i) else dense) + attention for i in range(config.num_hidden_layers)]
+    depth = config.num_nextn_predict_layers if mtp else 0
+    ends = 6.0 * (counts.head + depth * (moe + 2 * d * d + counts.head)) + depth * attention
+    return blocks, ends
 
 
 def kv_cache_bytes_per_token(config: ModelConfig, bytes_each: int = 2) -> int:

@@ -45,11 +45,13 @@ class DeepSeekLoss:
 
     def __call__(self, model: nn.Module, micro_batch: _MicroBatch) -> Tensor:
         """[1 + D] sums, at least fp32."""
-        targets = torch.stack([micro_batch.targets(depth + 1) for depth in self.depths])
-        sums: Tensor = model(
-            micro_batch.input_ids,
-            position_ids=micro_batch.position_ids,
-            document_ids=micro_batch.attention_documents(),
-            targets=targets,
-        )
+        sums: Tensor = model(micro_batch.input_ids, **self.inputs(micro_batch))
         return sums
+
+    def inputs(self, micro_batch: _MicroBatch) -> dict[str, Tensor | None]:
+        """What the model takes besides the token ids."""
+        return {
+            "position_ids": micro_batch.position_ids,
+            "document_ids": micro_batch.attention_documents(),
+            "targets": torch.stack([micro_batch.targets(depth + 1) for depth in self.depths]),
+        }

@@ -1,9 +1,10 @@
 """THE order in which a model is spread. Read top to bottom; nothing is wrapped anywhere else.
 
-1. the backend for the device (attention, experts' products)
-2. expert parallelism: experts split over the expert mesh, before anything shards what is left of them
-3. recompute, inside what is sharded, so that weights are gathered before a block runs again
-4. sharding: experts over the ranks that hold the same ones, every block over all data ranks, the rest at the root
+1. the pipeline: what other stages compute is dropped, so nothing below touches it
+2. the backend for the device (attention, experts' products)
+3. expert parallelism: experts split over the expert mesh, before anything shards what is left of them
+4. recompute, inside what is sharded, so that weights are gathered before a block runs again
+5. sharding: experts over the ranks that hold the same ones, every block over all data ranks, the rest at the root
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from moetrain.config.run import ParallelConfig
+from moetrain.config.run import SPLIT_BACKWARD, ParallelConfig
 from moetrain.model import Backend, DeepSeek
 from moetrain.model.gate import Gate
 from moetrain.model.moe import MoE
 from moetrain.parallel.ep import spread_experts
 from moetrain.parallel.ranks import Ranks
 from moetrain.parallel.recompute import recompute_in_backward
+from moetrain.parallel.stages import cut, keep, stages_of
 
 #: precision -> (dtype of the parameters that the optimizer steps, dtype of the computation)
 DTYPES = {
@@ -36,10 +38,19 @@ def needs_group(precision: str) -> bool:
     return stored != computed
 
 
-def spread(model: DeepSeek, config: ParallelConfig, precision: str, ranks: Ranks) -> list[str]:
-    """Applies the plan in place; returns what was applied, a line each, for rank 0 to print."""
+def spread(model: DeepSeek, config: ParallelConfig, precision: str, ranks: Ranks, *, seq_len: int = 4096) -> list[str]:
+    """Applies the plan in place; returns what was applied, a line each, for rank 0 to print.
+
+    ``seq_len`` weighs attention against the rest where stages are cut by cost.
+    """
     stored, computed = DTYPES[precision]
     applied = [f"precision {precision}: parameters {_name(stored)}, computation {_name(computed)}, router fp32 or more"]
+
+    if ranks.pipe is not None:
+        parts = cut(model.config, config.stages, seq_len)
+        keep(model, [parts[i] for i in stages_of(config, ranks.pipe.get_local_rank())])
+        sizes = "+".join(str(len(part.layers)) for part in parts)
+        applied.append(f"pipeline {config.schedule} over {config.pp} ranks: {config.stages} stages of {sizes} blocks")
 
     backend = Backend.for_device(ranks.device, computed)
     model.use_backend(backend)
@@ -52,7 +63,8 @@ def spread(model: DeepSeek, config: ParallelConfig, precision: str, ranks: Ranks
             f"each part on {ranks.expert_mesh['edp'].size()}"
         )
 
-    blocks = [*model.layers, *(module.block for module in model.mtp)]
+    blocks: list[Any] = [m for m in model.layers if m is not None]  # None: another stage's
+    blocks += [module.block for module in model.mtp]
     if config.recompute == "full":
         for block in blocks:
             recompute_in_backward(block)
@@ -80,8 +92,8 @@ def spread(model: DeepSeek, config: ParallelConfig, precision: str, ranks: Ranks
             f"gradients summed each {config.reduce.replace('_', '-')}"
         )
 
-    # the product may add into .grad where gradients are kept in the dtype it computes in
-    in_place = stored == computed
+    # the product may add into .grad where gradients are kept in the dtype it computes in, and runs once
+    in_place = stored == computed and not (ranks.pipe is not None and config.schedule in SPLIT_BACKWARD)
     model.set_in_place_gradients(in_place)
     applied.append(f"weight gradients added by the backward product: {'yes' if in_place else 'no'}")
     return applied

@@ -29,9 +29,12 @@ class Ranks:
     Attributes:
         rank, world: number of this process and how many there are.
         device: where this process computes.
-        mesh: the data mesh, ``dp_shard`` or ``dp_replicate`` x ``dp_shard``; None where there is no process group.
-        expert_mesh: the same ranks with ``dp_shard`` as ``edp`` x ``ep``: neighbours hold different experts, and the
+        mesh: the data mesh, ``dp_shard`` or ``dp_replicate`` x ``dp_shard``: ranks with the same part of the model and
+            other tokens; None where this rank has none beside it.
+        expert_mesh: its ranks with ``dp_shard`` as ``edp`` x ``ep``: neighbours hold different experts, and the
             ranks of an ``edp`` group hold the same ones. None where every rank has all experts.
+        pipe: the pipeline mesh, one dimension: ranks with the same tokens and other parts of the model. None where
+            every rank has the whole model.
     """
 
     rank: int
@@ -39,18 +42,40 @@ class Ranks:
     device: torch.device
     mesh: DeviceMesh | None
     expert_mesh: DeviceMesh | None = None
+    pipe: DeviceMesh | None = None
+
+    @property
+    def pp(self) -> int:
+        """Pipeline ranks."""
+        return 1 if self.pipe is None else self.pipe.size()
+
+    @property
+    def data_world(self) -> int:
+        """How many ranks see different tokens."""
+        return self.world // self.pp
+
+    @property
+    def data_rank(self) -> int:
+        """This one among them; neighbours, since stages are the outermost cut."""
+        return self.rank % self.data_world
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """Groups over which tokens are split."""
         return () if self.mesh is None else tuple(self.mesh.get_all_groups())
 
+    @property
+    def pipe_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Groups over which the model is cut."""
+        return () if self.pipe is None else (self.pipe.get_group(),)
+
     def any(self, flag: bool) -> bool:
         """Whether any rank says yes; every rank must ask."""
-        if self.mesh is None:
+        groups = (*self.groups, *self.pipe_groups)
+        if not groups:
             return flag
         answer = torch.tensor(int(flag), device=self.device)
-        for group in self.groups:
+        for group in groups:
             dist.all_reduce(answer, op=dist.ReduceOp.MAX, group=group)
         return bool(answer.item())
 
@@ -70,7 +95,9 @@ def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
 
 
 @contextmanager
-def started(device: str, *, need_group: bool = False, dp_replicate: int = 1, ep: int = 1) -> Iterator[Ranks]:
+def started(
+    device: str, *, need_group: bool = False, dp_replicate: int = 1, ep: int = 1, pp: int = 1
+) -> Iterator[Ranks]:
     """Joins the run's processes and leaves them at the end.
 
     Args:
@@ -78,6 +105,7 @@ def started(device: str, *, need_group: bool = False, dp_replicate: int = 1, ep:
         need_group: make a process group of one also for a single process.
         dp_replicate: how many times the sharded model exists; divides the number of ranks.
         ep: expert-parallel ranks; divides the ranks of one such copy.
+        pp: pipeline ranks; divides the number of ranks.
     """
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     where = choose_device(device, int(os.environ.get("LOCAL_RANK", 0)))
@@ -92,17 +120,33 @@ def started(device: str, *, need_group: bool = False, dp_replicate: int = 1, ep:
     else:
         dist.init_process_group(backend, timeout=TIMEOUT, rank=rank, world_size=world)
     try:
-        mesh, experts = meshes(where.type, world, dp_replicate=dp_replicate, ep=ep)
-        yield Ranks(rank=rank, world=world, device=where, mesh=mesh, expert_mesh=experts)
+        spread = meshes(where.type, world, dp_replicate=dp_replicate, ep=ep, pp=pp, need_group=need_group)
+        yield Ranks(rank, world, where, *spread)
     finally:
         dist.destroy_process_group()
 
 
-def meshes(device: str, world: int, *, dp_replicate: int = 1, ep: int = 1) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """The data mesh and the expert mesh of ``Ranks``; neighbouring ranks share a copy, and in it an expert group."""
-    shards = world // dp_replicate
-    copies, name = ((dp_replicate,), ("dp_replicate",)) if dp_replicate > 1 else ((), ())
-    mesh = init_device_mesh(device, (*copies, shards), mesh_dim_names=(*name, "dp_shard"))
+def meshes(
+    device: str, world: int, *, dp_replicate: int = 1, ep: int = 1, pp: int = 1, need_group: bool = True
+) -> tuple[DeviceMesh | None, DeviceMesh | None, DeviceMesh | None]:
+    """The data mesh, the expert mesh and the pipeline mesh of ``Ranks``.
+
+    Neighbouring ranks share a stage, in it a copy, and in that an expert group: what talks most is nearest.
+
+    Args:
+        need_group: a data mesh also where it has one rank.
+    """
+    shards = world // pp // dp_replicate
+    stages, copies = ({"pp": pp} if pp > 1 else {}), ({"dp_replicate": dp_replicate} if dp_replicate > 1 else {})
+    whole = _mesh(device, stages | copies | {"dp_shard": shards})
+    pipe = whole["pp"] if stages else None
+    alone = shards * dp_replicate == 1 and not need_group and pp > 1
+    data = None if alone else whole[tuple([*copies, "dp_shard"])]
     if ep == 1:
-        return mesh, None
-    return mesh, init_device_mesh(device, (*copies, shards // ep, ep), mesh_dim_names=(*name, "edp", "ep"))
+        return data, None, pipe
+    experts = _mesh(device, stages | copies | {"edp": shards // ep, "ep": ep})
+    return data, experts[tuple([*copies, "edp", "ep"])], pipe
+
+
+def _mesh(device: str, sizes: dict[str, int]) -> DeviceMesh:
+    return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

@@ -1,0 +1,114 @@
+"""The model cut into pipeline stages: the same step as one process, in float64, under every schedule.
+
+1e-12 relative: sums in another order, nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from moetrain.accumulate import MoEAccumulator
+from moetrain.config.run import SPLIT_BACKWARD, ParallelConfig
+from moetrain.engine.pipeline import SCHEDULES, Pipeline
+from moetrain.model import DeepSeekLoss
+from moetrain.parallel.plan import spread
+from moetrain.parallel.ranks import Ranks, meshes
+from tests.support.processes import run_ranks
+from tests.support.small import FAMILIES, every_loss, model, rank_window, same_report, sgd, state
+
+pytestmark = pytest.mark.dist
+BOUND = 1e-12
+LAYERS = {"num_hidden_layers": 5}
+
+
+def config_of(family):
+    return FAMILIES[family].model_copy(update=LAYERS)
+
+
+def steps(accumulator, rank, world):
+    return [accumulator.step(rank_window(rank, world)) for _ in range(3)]
+
+
+@functools.cache
+def one_process(family, scope):
+    config = config_of(family)
+    m = model(config)
+    return steps(sgd(m, config, every_loss(config, scope)), 0, 1), state(m)
+
+
+def staged(rank, world, config, **plan):
+    parallel = ParallelConfig(reshard_after_forward=plan.get("schedule") not in SPLIT_BACKWARD, **plan)
+    where = {"pp": parallel.pp, "ep": parallel.ep, "dp_replicate": parallel.dp_replicate, "need_group": False}
+    ranks = Ranks(rank, world, torch.device("cpu"), *meshes("cpu", world, **where))
+    m = model(config)
+    spread(m, parallel, "float64", ranks)
+    loss = DeepSeekLoss(config)
+    return m, ranks, loss, Pipeline(m, loss, parallel, ranks, dtype=torch.float64)
+
+
+def on_rank(rank, world, family, scope, plan):
+    config = config_of(family)
+    m, ranks, loss, pipeline = staged(rank, world, config, **plan)
+    accumulator = MoEAccumulator(
+        m,
+        torch.optim.SGD(m.parameters(), lr=0.5),
+        loss=loss,
+        balance=every_loss(config, scope),
+        max_norm=1.0,
+        groups=ranks.groups,
+        pipeline=pipeline,
+        reduce=plan.get("reduce", "window"),
+    )
+    return steps(accumulator, ranks.data_rank, ranks.data_world), state(m)
+
+
+def agree(world, family, scope, **plan):
+    reports, parameters = one_process(family, scope)
+    found = set()
+    for got, part in run_ranks(on_rank, world, family, scope, plan):
+        for a, b in zip(got, reports, strict=True):
+            same_report(a, b, BOUND)
+        for name, value in part.items():
+            apart = float((value - parameters[name]).norm() / parameters[name].norm().clamp(min=1e-30))
+            assert apart < BOUND, name
+        found |= part.keys()
+    assert found == parameters.keys()  # no parameter got lost between the stages
+
+
+@pytest.mark.parametrize("scope", ["sequence", "window"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_stages_change_nothing(schedule, scope):
+    agree(2, "V3", scope, pp=2, schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_nor_do_stages_of_a_sharded_model(schedule):
+    agree(4, "V3", "sequence", pp=2, schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
+@pytest.mark.parametrize("scope", ["sequence", "window"])
+def test_nor_with_experts_spread_in_each_stage(schedule, scope):
+    agree(4, "V3", scope, pp=2, ep=2, schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs"])
+def test_nor_with_recompute(schedule):
+    agree(4, "V3", "window", pp=2, schedule=schedule, recompute="full")
+
+
+@pytest.mark.parametrize("family", ["V2", "V2-Lite"])
+def test_nor_in_the_other_families(family):
+    agree(2, family, "window", pp=2, schedule="1f1b")
+
+
+@pytest.mark.parametrize("scope", ["previous", "window"])
+def test_nor_where_gradients_are_reduced_each_time(scope):
+    agree(4, "V3", scope, pp=2, schedule="1f1b", reduce="micro_batch")
+
+
+def test_nor_do_more_than_two_ranks_whose_ends_share_the_embedding():
+    agree(4, "V3", "sequence", pp=4, schedule="1f1b")
