@@ -17,7 +17,7 @@ from moetrain.model import DeepSeekLoss
 from moetrain.parallel.plan import spread
 from moetrain.parallel.ranks import Ranks, meshes
 from tests.support.processes import run_ranks
-from tests.support.small import FAMILIES, every_loss, model, rank_window, same_report, sgd, state
+from tests.support.small import FAMILIES, every_loss, model, rank_window, same_report, sgd, state, window
 
 pytestmark = pytest.mark.dist
 BOUND = 1e-12
@@ -28,15 +28,19 @@ def config_of(family):
     return FAMILIES[family].model_copy(update=LAYERS)
 
 
-def steps(accumulator, rank, world):
-    return [accumulator.step(rank_window(rank, world)) for _ in range(3)]
+#: micro-batches of a pipeline without data ranks: unequal, two of them empty; rows have to be filled up
+CUT = (1, 0, 3, 1, 0, 1)
+
+
+def steps(accumulator, rank, world, sizes=CUT):
+    return [accumulator.step(window(sizes) if world == 1 else rank_window(rank, world)) for _ in range(3)]
 
 
 @functools.cache
-def one_process(family, scope):
+def one_process(family, scope, sizes=(6,)):
     config = config_of(family)
     m = model(config)
-    return steps(sgd(m, config, every_loss(config, scope)), 0, 1), state(m)
+    return steps(sgd(m, config, every_loss(config, scope)), 0, 1, sizes), state(m)
 
 
 def staged(rank, world, config, **plan):
@@ -49,7 +53,7 @@ def staged(rank, world, config, **plan):
     return m, ranks, loss, Pipeline(m, loss, parallel, ranks, dtype=torch.float64)
 
 
-def on_rank(rank, world, family, scope, plan):
+def on_rank(rank, world, family, scope, sizes, plan):
     config = config_of(family)
     m, ranks, loss, pipeline = staged(rank, world, config, **plan)
     accumulator = MoEAccumulator(
@@ -62,13 +66,13 @@ def on_rank(rank, world, family, scope, plan):
         pipeline=pipeline,
         reduce=plan.get("reduce", "window"),
     )
-    return steps(accumulator, ranks.data_rank, ranks.data_world), state(m)
+    return steps(accumulator, ranks.data_rank, ranks.data_world, sizes), state(m)
 
 
-def agree(world, family, scope, **plan):
-    reports, parameters = one_process(family, scope)
+def agree(world, family, scope, sizes=CUT, want=(6,), **plan):
+    reports, parameters = one_process(family, scope, want)
     found = set()
-    for got, part in run_ranks(on_rank, world, family, scope, plan):
+    for got, part in run_ranks(on_rank, world, family, scope, sizes, plan):
         for a, b in zip(got, reports, strict=True):
             same_report(a, b, BOUND)
         for name, value in part.items():
@@ -82,6 +86,19 @@ def agree(world, family, scope, **plan):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stages_change_nothing(schedule, scope):
     agree(2, "V3", scope, pp=2, schedule=schedule)
+
+
+@pytest.mark.parametrize("sizes", [(6,), (2, 2, 2)])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_nor_where_there_are_fewer_micro_batches_than_a_schedule_needs(schedule, sizes):
+    agree(2, "V3", "sequence", sizes, pp=2, schedule=schedule)
+
+
+@pytest.mark.parametrize("scope", ["running", "micro_batch"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "dualpipev"])
+def test_a_scope_that_depends_on_the_cut_depends_on_nothing_else(schedule, scope):
+    """Running counts go slot by slot in every stage, so they are those of one process with the same micro-batches."""
+    agree(2, "V3", scope, CUT, CUT, pp=2, schedule=schedule)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
