@@ -4,8 +4,9 @@ import torch
 from accelerate import Accelerator
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from moetrain import Balance, MoEAccumulator
+from moetrain import Balance
 from moetrain.accumulate import windows
+from moetrain.integrations.accelerate import accelerate_accumulator
 from moetrain.integrations.transformers import transformers_routers
 
 accelerator = Accelerator(cpu=True)
@@ -18,14 +19,17 @@ rows = (torch.randint(0, 10, (480, 1)) + torch.arange(32)) % 10
 loader = torch.utils.data.DataLoader([{"input_ids": row, "labels": row} for row in rows], batch_size=4)
 model = MixtralForCausalLM(config)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=60)
+model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
 # gradients are summed over the processes and divided by what the whole window holds: no accumulate(), no scaling
-accumulator = MoEAccumulator(
-    model, optimizer, balance=Balance(scope="window", alpha=1e-2), routers=transformers_routers(model), max_norm=1.0
+balance, routers = Balance(scope="window", alpha=1e-2), transformers_routers(model)
+accumulator = accelerate_accumulator(
+    accelerator, model, optimizer, scheduler=scheduler, balance=balance, routers=routers, max_norm=1.0
 )
-for step, window in enumerate(windows(loader, micro_batches=4), start=1):
+for step, window in enumerate(windows(loader, micro_batches=8 // accelerator.num_processes), start=1):
     report = accumulator.step(window)
     if step % 5 == 0:
-        accelerator.print(f"step {step}  loss {report.losses['lm']:.4f}  balance {report.losses['balance']:.5f}")
+        losses = f"loss {report.losses['lm']:.4f}  balance {report.losses['balance']:.5f}"
+        accelerator.print(f"step {step}  {losses}  lr {report.learning_rate:.4e}")
 accelerator.end_training()

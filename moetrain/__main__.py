@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import moetrain
-from moetrain.errors import UserError
+from moetrain.errors import LostRankError, UserError
 
 _EPILOG = """\
 `python -m moetrain --config ...` is short for `python -m moetrain train --config ...`.
@@ -107,7 +107,7 @@ def _verify(arguments: Sequence[str]) -> None:
         "example:\n  python -m moetrain verify --config configs/671B/smoke.yaml",
     )
     parser.add_argument("--config", required=True, metavar="PATH", help="YAML file or folder, as for train")
-    parser.add_argument("--dtype", choices=("float64", "fp32"), default="float64", help="default: float64")
+    parser.add_argument("--dtype", choices=("float64", "float32"), default="float64", help="default: float64")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces one key of the file")
     given = parser.parse_intermixed_args(arguments)
     config = moetrain.load_config(Path(given.config), given.overrides)
@@ -150,7 +150,8 @@ def _run(arguments: list[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit code: 0, 2 for a mistake in what was given, 130 when interrupted."""
+    """Run a command and return the exit code: 0, 2 for a mistake in what was given, 1 when ranks lost each other,
+    130 when interrupted."""
     speaks = os.environ.get("RANK", "0") == "0"
     try:
         _run(list(sys.argv[1:] if arguments is None else arguments))
@@ -158,6 +159,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if speaks:
             print(f"moetrain: {error}", file=sys.stderr)
         return 2
+    except LostRankError as error:
+        print(f"moetrain: {error}", file=sys.stderr)  # every rank: each says where it was
+        return 1
     except KeyboardInterrupt:
         if speaks:
             print("moetrain: interrupted", file=sys.stderr)

@@ -5,5 +5,9 @@ escapes is a fault of the program and keeps its traceback. The module is a leaf:
 """
 
 
+class LostRankError(RuntimeError):
+    """Ranks lost each other; its text says which one waited where."""
+
+
 class UserError(Exception):
     """A mistake in what the user gave; its text is one clear sentence naming the key or file and the mend."""

@@ -108,17 +108,19 @@ def run(
     save: Callable[[Progress], None],
     log: RunLog,
     ranks: Ranks,
+    alive: Callable[[int], None],
     mfu_per_rate: float | None,
 ) -> dict[str, Value]:
     """Trains from ``progress`` to the config's budget; returns the last record.
 
     A discarded window uses up its data, and neither step count nor schedule moves; ``MAX_DISCARDED`` in a row end the
-    run with a UserError.
+    run with a UserError. ``alive`` is told the step in between.
     """
     record: dict[str, Value] = {}
     discarded = 0
     with StopSignal(ranks) as stop:
         for window in windows(progress):
+            alive(progress.step)
             accumulator.bias_rate = config.balance.bias_rate.at(progress.tokens)
             loss.mtp_weight = config.mtp.weight.at(progress.tokens)
             sequences = sizes.size(progress.sequences)
@@ -147,6 +149,7 @@ def run(
                 record = log.step(_record(progress, report, sequences, sizes), mfu_per_rate=mfu_per_rate)
             if report.skipped is None and config.eval.every and (progress.step % config.eval.every == 0 or last):
                 log.evaluation({"step": progress.step, **evaluate(accumulator, loss, held_out(), ranks)})
+            alive(progress.step)
             due = config.checkpoint.every and progress.step % config.checkpoint.every == 0
             if due or last or stopping:
                 save(progress)

@@ -29,7 +29,7 @@ from moetrain.engine import Engine, NativeEngine, reuse_host_memory
 from moetrain.loop import Budget, Progress
 from moetrain.model import DeepSeek, DeepSeekLoss
 from moetrain.model.flops import flops_per_token, parameter_counts
-from moetrain.observe import RunLog, peak_flops
+from moetrain.observe import RunLog, peak_flops, stuck
 from moetrain.optim import (
     BatchSizes,
     Constant,
@@ -73,6 +73,7 @@ def train(config: RunConfig, path: Path | None = None) -> Result:
         dp_replicate=config.parallel.dp_replicate,
         ep=config.parallel.ep,
         pp=config.parallel.pp,
+        timeout_s=config.parallel.timeout_s,
     ) as ranks:
         if ranks.device.type == "cpu":
             reuse_host_memory()
@@ -134,17 +135,25 @@ def _train(config: RunConfig, ranks: Ranks) -> Result:
         }
         if isinstance(sizes, NoiseSteeredBatch):
             extra["batch"] = sizes.state_dict()
+        said = f"checkpoint of step {at.step}: {checkpoints.path}"
         checkpoints.save(
-            at.step, model=engine.model, optimizer=engine.optimizer, extra=extra, config=config.model_dump(mode="json")
+            at.step,
+            model=engine.model,
+            optimizer=engine.optimizer,
+            extra=extra,
+            config=config.model_dump(mode="json"),
+            background=config.checkpoint.async_save,
+            confirmed=lambda: log.note(said),
         )
-        log.note(f"checkpoint of step {at.step}: {checkpoints.path}")
 
-    with RunLog(
+    watch = stuck.Watch(engine.model, ranks.rank, 0.8 * config.parallel.timeout_s)
+    log = RunLog(
         config.run_dir,
         rank=ranks.rank,
         total_steps=budget.expected_steps,
         tensorboard=config.log.tensorboard == "auto",
-    ) as log:
+    )
+    with watch, log:
         log.resume_at(progress.step)
         log.start(_facts(config, budget, ranks, engine, data), step=progress.step, tokens=progress.tokens)
         for sentence in damaged:
@@ -166,8 +175,10 @@ def _train(config: RunConfig, ranks: Ranks) -> Result:
                 save=save,
                 log=log,
                 ranks=ranks,
+                alive=watch.beat,
                 mfu_per_rate=_mfu_per_rate(config, ranks),
             )
+            checkpoints.wait()
         metrics = f"metrics: {config.run_dir / 'metrics.jsonl'}"
         if not last and progress.step:
             wanted = f"{config.steps} steps" if config.steps is not None else f"{config.tokens} tokens"

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moetrain.accumulate.balance import Balance, update_bias
+from moetrain.accumulate.balance import Balance, check_bias, update_bias
 from moetrain.accumulate.denominators import Denominators, count_denominators, local_counts
 from moetrain.accumulate.held import HostMemory
 from moetrain.accumulate.ledger import Router, RoutingLedger, find_routers
@@ -26,7 +26,7 @@ from moetrain.accumulate.noise import gradient_noise, part_statistics
 from moetrain.accumulate.owners import GradientOwner, Stages, owner_of
 from moetrain.accumulate.report import StepReport
 from moetrain.accumulate.traffic import Traffic
-from moetrain.accumulate.window import Window
+from moetrain.accumulate.window import MicroBatch, Window
 
 WindowOrder = Literal["forwards_first", "counting_pass"]
 
@@ -81,7 +81,7 @@ class MoEAccumulator:
         groups: process groups over which tokens are split; default: all processes, where there are any.
         routers: the model's routers; default: found by ``find_routers``.
         reduce: when gradients are summed over ranks: once per ``window`` or in each ``micro_batch``.
-        skip_if: given the gradient norm, a reason to discard the window, or None.
+        skip_if: given the gradient norm, a reason to discard the window (or True), or None (or False).
         window_order: how scope ``window`` knows the global counts before the first backward: all ``forwards_first``
             (memory of K forwards; of K times the block inputs where blocks are recomputed), or a ``counting_pass``
             without gradient, whose routing is replayed (memory of one forward, and one forward more).
@@ -108,7 +108,7 @@ class MoEAccumulator:
         groups: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None,
         routers: Sequence[Router] | None = None,
         reduce: str = "window",
-        skip_if: Callable[[float], str | None] | None = None,
+        skip_if: Callable[[float], str | bool | None] | None = None,
         window_order: WindowOrder = "forwards_first",
         host_memory: bool = False,
         loss_scale: LossScale | None = None,
@@ -116,16 +116,17 @@ class MoEAccumulator:
         pipeline: Pipeline | None = None,
         owner: GradientOwner | None = None,
     ) -> None:
+        self._check(model, optimizer, loss, scheduler)
         if reduce not in ("window", "micro_batch"):
             raise ValueError(f"reduce must be 'window' or 'micro_batch', not {reduce!r}")
-        if max_norm is not None and not 0.0 < max_norm < math.inf:
-            raise ValueError(f"max_norm must be a positive number, or None for no clipping, not {max_norm}")
+        if max_norm is not None and not (isinstance(max_norm, int | float) and 0.0 < max_norm < math.inf):
+            raise ValueError(f"max_norm must be a positive number, or None for no clipping, not {max_norm!r}")
         if window_order not in get_args(WindowOrder):
             raise ValueError(f"window_order must be one of {', '.join(get_args(WindowOrder))}, not {window_order!r}")
         if measure_noise and reduce == "micro_batch":
             raise ValueError("measure_noise needs reduce='window': per micro-batch no rank ever has its own gradient")
         self.model, self.optimizer, self.loss = model, optimizer, loss
-        self.balance = balance or Balance()
+        self._balance = balance or Balance()
         self.bias_rate = self.balance.bias_rate  # may follow a schedule between steps
         self.max_norm, self.scheduler, self.skip_if = max_norm, scheduler, skip_if
         self.groups = _groups(groups)
@@ -144,8 +145,14 @@ class MoEAccumulator:
             stages=None if pipeline is None else pipeline.stages,
         )
         self.owner.traffic, self.owner.measures = self.traffic, measure_noise
-        if self.balance.active and not self.ledger.routers:
-            raise ValueError("a balance loss needs routers, and the model has none that this library knows")
+        if (self.balance.active or self.balance.z_loss) and not self.ledger.routers:
+            raise ValueError(
+                "a balance loss needs routers, and the model has none that this library knows; for a model of "
+                "transformers give routers=transformers_routers(model)"
+            )
+        biased = pipeline is not None or any(router.bias() is not None for router in self.ledger.routers)
+        if self.bias_rate and not biased:
+            raise ValueError("bias_rate moves a routing bias, and no router of the model has one: set it to 0")
         deepest = max((r.depth for r in self.ledger.routers), default=0)
         if deepest > max(loss.depths):
             warnings.warn(
@@ -153,6 +160,34 @@ class MoEAccumulator:
                 "its multi-token-prediction modules are not trained; give loss=moetrain.model.DeepSeekLoss(config)",
                 stacklevel=2,
             )
+
+    @staticmethod
+    def _check(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, scheduler: object) -> None:
+        """Parts that would give a wrong step, or fail in the middle of one."""
+        own = {id(p) for p in model.parameters()}
+        if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                "the optimizer steps parameters that are not the model's: their gradients would be nobody's; make what "
+                "they belong to a part of the model, and build the optimizer after casting and wrapping it"
+            )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError("LBFGS evaluates the loss within its step, and a window is evaluated once: use another")
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise ValueError("ReduceLROnPlateau needs a metric: step it yourself, outside of the accumulator")
+        sizes = {len(getattr(loss, name, ())) for name in ("names", "depths", "weights")}
+        if sizes == {0} or len(sizes) > 1:
+            raise ValueError(
+                "loss must have names, depths and weights, one of each for every term, and give their sums: see "
+                "moetrain.accumulate.Loss; causal_lm_loss is the plain one"
+            )
+
+    @property
+    def balance(self) -> Balance:
+        """Fixed at construction; ``bias_rate`` of the accumulator may be set between steps."""
+        return self._balance
+
+    def __reduce__(self) -> Any:
+        raise TypeError("an accumulator is tied to its model: make a new one, and give it this one's state_dict()")
 
     def step(self, window: Window, *, routing: Sequence[Tensor] | None = None) -> StepReport:
         """One optimizer step on this rank's ``window``; every rank gives as many micro-batches.
@@ -171,6 +206,8 @@ class MoEAccumulator:
             raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
         device = parameter.device
         dtype = torch.promote_types(parameter.dtype, torch.float32)
+        for router in self.ledger.routers if self.bias_rate else ():
+            check_bias(router.bias())
         self.traffic.clear()
         window = window.to(device)
         if self.pipeline is not None:
@@ -219,7 +256,7 @@ class MoEAccumulator:
         for item in window:
             self.ledger.slot = item.slot
             with self.owner.micro_batch(last=item.slot == len(window) - 1):
-                terms = self.loss(self.model, item).to(scale.dtype)
+                terms = self._terms(item, scale)
                 self.ledger.forward_done(item.slot)
                 with self.ledger.backward_of(item.slot):
                     self.owner.backward((terms * scale).sum())
@@ -227,6 +264,15 @@ class MoEAccumulator:
             if self.owner.measures and not self.groups and item.slot == 0 and len(window) > 1:
                 self.owner.measure(*(p.grad for p in self.model.parameters() if p.grad is not None))
         return sums
+
+    def _terms(self, item: MicroBatch, scale: Tensor) -> Tensor:
+        terms = self.loss(self.model, item)
+        if not isinstance(terms, Tensor) or terms.shape != scale.shape:
+            got = list(terms.shape) if isinstance(terms, Tensor) else type(terms).__name__
+            raise ValueError(f"the loss must give a sum for each of its {len(scale)} terms, [{len(scale)}], not {got}")
+        if not terms.requires_grad:
+            raise ValueError("the loss does not depend on any parameter that is trained: nothing would be learnt")
+        return terms.to(scale.dtype)
 
     def _through_stages(self, pipeline: Pipeline, window: Window, scale: Tensor, *, count: bool) -> Tensor:
         """The schedule's order, after a counting pass where it needs one."""
@@ -254,7 +300,7 @@ class MoEAccumulator:
         for item in window:
             self.ledger.slot = item.slot
             with self.owner.micro_batch(last=False), self._held(scale.device):
-                held.append(self.loss(self.model, item).to(scale.dtype))
+                held.append(self._terms(item, scale))
         self.ledger.forwards_done()
         sums = torch.stack([terms.detach() for terms in held]).sum(dim=0)
         for slot in range(len(window)):
@@ -349,7 +395,10 @@ class MoEAccumulator:
             return f"the loss is {total}"
         if not math.isfinite(norm):
             return f"the gradient norm is {norm}"
-        return self.skip_if(norm) if self.skip_if is not None else None
+        reason = self.skip_if(norm) if self.skip_if is not None else None
+        if reason is True:
+            return f"skip_if said so of the gradient norm {norm}"
+        return reason or None
 
     def _move_bias(self, load: Tensor) -> None:
         if not self.bias_rate:

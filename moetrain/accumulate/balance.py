@@ -124,6 +124,15 @@ class Routing:
         return per_group.repeat_interleave(self.experts // self.groups, dim=-1)
 
 
+def check_bias(bias_E: Tensor | None) -> None:
+    """Raises ValueError for a bias in less than fp32, where steps of 1e-3 vanish."""
+    if bias_E is not None and bias_E.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"a routing bias must be kept in fp32, not {bias_E.dtype}, where its steps would vanish: cast "
+            "e_score_correction_bias back with .float() after casting the model"
+        )
+
+
 @torch.no_grad()
 def update_bias(bias_E: Tensor, load_E: Tensor, rate: float, *, zero_centred: bool = False) -> None:
     """``b += rate * sign(mean(load) - load)`` in place (V3 paper 2.1.2; arXiv 2408.15664 algorithm 1).
@@ -137,8 +146,7 @@ def update_bias(bias_E: Tensor, load_E: Tensor, rate: float, *, zero_centred: bo
     Raises:
         ValueError: the bias is kept in less than fp32, where steps of 1e-3 vanish.
     """
-    if bias_E.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"a routing bias must be kept in fp32, not {bias_E.dtype}: steps of {rate:g} would vanish")
+    check_bias(bias_E)
     load_E = load_E.to(torch.int64)
     step = (load_E.sum() - load_E * load_E.numel()).sign().to(bias_E.dtype)
     if zero_centred:

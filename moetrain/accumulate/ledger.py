@@ -210,6 +210,18 @@ class RoutingLedger:
         return {} if self.previous is None else {"statistics": self.previous[0], "tokens": self.previous[1]}
 
     def load_routing_state(self, state: dict[str, Tensor]) -> None:
+        """Raises ValueError for the state of other routers or other balance losses."""
+        if state:
+            routing = self.routers[0].routing if self.routers else None
+            want = (len(self.routers), routing.width(self.balance) if routing else 0)
+            got = tuple(state["statistics"].shape)
+            if got != want and self.balance.scope == "previous":
+                raise ValueError(
+                    f"the saved routing statistics are {list(got)} [routers, statistics], and this accumulator needs "
+                    f"{list(want)}: it is of another model, or of other balance losses"
+                )
+            if got != want:
+                state = {}  # nobody will read it
         self.previous = (state["statistics"], state["tokens"]) if state else None
 
     # -- choices, for replay ------------------------------------------------------------------------------------------
@@ -219,6 +231,11 @@ class RoutingLedger:
         key = (self.slot, row)
         if self.replaying and key in self._choices:
             return self._choices[key].to(torch.int64)
+        if not self.replaying and key in self._choices:
+            raise ValueError(
+                f"router {self.routers[row].name} ran twice in micro-batch {self.slot}: a loss calls the model once "
+                "(statistics are per forward); give a second pass a model of its own"
+            )
         chosen = choose()
         self._choices[key] = chosen.to(torch.int16 if self.experts < 2**15 else torch.int32)
         return chosen
@@ -249,6 +266,8 @@ class RoutingLedger:
             )
         for item, given in zip(self.window, decisions, strict=True):
             want = (len(self.routers), item.input_ids.numel(), self.routers[0].routing.top_k if self.routers else 0)
+            if given.is_floating_point():
+                raise ValueError(f"routing of micro-batch {item.slot} must be experts' numbers, not {given.dtype}")
             if tuple(given.shape) != want:
                 raise ValueError(f"routing of micro-batch {item.slot} must be {list(want)}, not {list(given.shape)}")
             for row, choice in enumerate(given.to(self.counts.device).unbind(0)):
@@ -288,6 +307,12 @@ class Tap:
         ledger, routing = self.ledger, self.router.routing
         slot = ledger.slot
         mask = ledger.mask(slot, self.router.depth)
+        tokens = ledger.window[slot].input_ids.numel()
+        if choice_TK.shape[0] != tokens:
+            raise ValueError(
+                f"router {self.router.name} saw {choice_TK.shape[0]} tokens of micro-batch {slot}, which has {tokens}: "
+                "a loss gives the model all rows at once"
+            )
         ledger.counts[slot, self.row] = routing.counts(choice_TK, mask)[0]
         balance = ledger.balance
         if not balance.active:

@@ -6,6 +6,7 @@ diverge. Here local shards are summed in fp32 at least, then over exactly the me
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -55,7 +56,7 @@ def grad_norm(
             by_groups[_splitting_groups(p.grad)].append(local(p.grad))
     total = torch.zeros((), dtype=torch.float32, device=device)
     for groups, grads in by_groups.items():
-        stat = torch.promote_types(grads[0].dtype, torch.float32)
+        stat = functools.reduce(torch.promote_types, (g.dtype for g in grads), torch.float32)
         norms = torch._foreach_norm(grads, 2, dtype=stat)
         square = torch.stack([n.to(stat) for n in norms]).square().sum()
         total = total + traffic.sum(square, groups, "norm")

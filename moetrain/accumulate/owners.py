@@ -7,6 +7,7 @@ once per window, in the last backward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -110,13 +111,19 @@ class PlainOwner:
         self.model, self.optimizer, self.groups, self.stages = model, optimizer, tuple(groups), stages
         self.traffic, self.measures = Traffic(), False
         self.own_square: Tensor | None = None
-        self.half = [p for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16) and p.requires_grad]
+        self.half: list[nn.Parameter] = []
 
     def begin(self, *, all_forwards_first: bool) -> None:
         self.discard()
         self.own_square = None
+        # looked up in each window: a model may be cast and layers unfrozen between two
+        self.half = self._half_precision()
         for p in self.half:
             p.grad_dtype = torch.float32
+
+    def _half_precision(self) -> list[nn.Parameter]:
+        halves = (torch.bfloat16, torch.float16)
+        return [p for p in self.model.parameters() if p.dtype in halves and p.requires_grad]
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -260,7 +267,6 @@ class FSDPOwner(PlainOwner):
         stages: Stages | None = None,
     ) -> None:
         super().__init__(model, optimizer, stages=stages)
-        self.half = []  # a policy with reduce_dtype=torch.float32 does it
         self.every = every_micro_batch
         gather, scatter = _CountedAllGather(self), _CountedReduceScatter(self)
         for module in model.modules():
@@ -287,6 +293,9 @@ class FSDPOwner(PlainOwner):
         # every parameter has a gradient in every step, or its optimizer state would fall behind on this rank
         _every_gradient(self.model)
         self._sum_copies()
+
+    def _half_precision(self) -> list[nn.Parameter]:
+        return []  # a policy with reduce_dtype=torch.float32 does it
 
     def _end_backwards(self) -> None:
         """Reduces what all backwards left, as torch's own pipeline runtime does: none of them was the last of all."""
@@ -363,13 +372,56 @@ def owner_of(
     every_micro_batch: bool = False,
     stages: Stages | None = None,
 ) -> GradientOwner:
-    """The owner that fits the model's wrapper."""
+    """The owner that fits the model's wrapper.
+
+    Raises:
+        ValueError: the wrapper sums gradients over other ranks than tokens are split over, or in half precision.
+    """
     if is_fsdp(model):
+        _same_ranks(groups, [g for m in _meshes(model) for g in m.get_all_groups()], "fully_shard", "mesh")
+        _full_precision(model)
         return FSDPOwner(model, optimizer, every_micro_batch=every_micro_batch, stages=stages)
     if every_micro_batch:
         raise ValueError(
             "reduce='micro_batch' needs FSDP2: elsewhere gradients are whole anyway, and it would save nothing"
         )
     if isinstance(model, DistributedDataParallel):
+        _same_ranks(groups, [model.process_group], "DistributedDataParallel", "process group")
         return DDPOwner(model, optimizer)
     return PlainOwner(model, optimizer, groups, stages)
+
+
+def _same_ranks(
+    tokens: Sequence[dist.ProcessGroup], gradients: Sequence[dist.ProcessGroup], wrapper: str, what: str
+) -> None:
+    """Groups of one list are axes: together they span the product of their sizes."""
+    ranks, summed = (math.prod(group.size() for group in groups) for groups in (tokens, gradients))
+    if ranks != summed:
+        raise ValueError(
+            f"{wrapper} sums gradients over {summed} ranks, and groups say that tokens are split over {ranks}: give "
+            f"groups=(its {what}), or wrap the model over all of them"
+        )
+
+
+def _meshes(model: nn.Module) -> list[Any]:
+    """The mesh of what FSDP2 shards at the root; experts may lie on a part of it."""
+    largest: Any = None
+    for p in model.parameters():
+        mesh = getattr(p, "device_mesh", None)
+        if mesh is not None and (largest is None or mesh.size() > largest.size()):
+            largest = mesh
+    return [] if largest is None else [largest]
+
+
+def _full_precision(model: nn.Module) -> None:
+    for module in model.modules():
+        if not is_fsdp(module):
+            continue
+        fsdp: Any = module
+        policy = fsdp._get_fsdp_state()._mp_policy
+        half = any(p.dtype in (torch.bfloat16, torch.float16) for p in module.parameters())
+        if half and policy.reduce_dtype in (None, torch.bfloat16, torch.float16):
+            raise ValueError(
+                "parameters in half precision under fully_shard would sum their gradients in it: give "
+                "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+            )

@@ -153,7 +153,14 @@ class Window(Sequence[MicroBatch]):
         return iter(self._items)
 
     def to(self, device: torch.device | str) -> Window:
-        return Window(item.to(device) for item in self._items)
+        return Window.of(item.to(device) for item in self._items)
+
+    @classmethod
+    def of(cls, items: Iterable[MicroBatch]) -> Window:
+        """Of micro-batches that came out of a window."""
+        window = cls.__new__(cls)
+        window._items = [dataclasses.replace(item, slot=slot) for slot, item in enumerate(items)]
+        return window
 
 
 def windows(loader: Iterable[Mapping[str, Tensor]], micro_batches: int) -> Iterator[Window]:
@@ -172,10 +179,13 @@ def windows(loader: Iterable[Mapping[str, Tensor]], micro_batches: int) -> Itera
 
 def _micro_batch(slot: int, item: Mapping[str, Tensor] | MicroBatch) -> MicroBatch:
     if isinstance(item, MicroBatch):
-        return dataclasses.replace(item, slot=slot)
+        item = {**item.extra, **{name: x for name in _KNOWN if (x := getattr(item, name)) is not None}}
     for key in ("input_ids", "labels"):
         if key not in item:
             raise ValueError(f"micro-batch {slot} has no {key!r}: a window is built from input_ids and labels")
+    for key in _KNOWN:
+        if item.get(key) is not None and not isinstance(item[key], Tensor):
+            raise ValueError(f"micro-batch {slot}: {key} must be a tensor, not {type(item[key]).__name__}")
     shape = item["input_ids"].shape
     if len(shape) != 2:
         raise ValueError(f"micro-batch {slot}: input_ids must be [batch, tokens], not {list(shape)}")
@@ -189,8 +199,9 @@ def _micro_batch(slot: int, item: Mapping[str, Tensor] | MicroBatch) -> MicroBat
                 "shifted: same positions as the inputs)"
             )
     for key in ("input_ids", "labels"):
-        if known[key].is_floating_point():
-            raise ValueError(f"micro-batch {slot}: {key} must be token ids, whole numbers, not {known[key].dtype}")
+        if known[key].dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"micro-batch {slot}: {key} must be token ids, torch.int64, not {known[key].dtype}")
+        known[key] = known[key].long()
     labels = known["labels"]
     if _on_host(labels) and bool(((labels < 0) & (labels != IGNORED)).any()):
         raise ValueError(f"micro-batch {slot}: labels must be token ids, or {IGNORED} where there is no loss")

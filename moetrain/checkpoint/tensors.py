@@ -37,11 +37,17 @@ def read_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return flat
 
 
+def copied(state: dict[str, Any]) -> dict[str, Any]:
+    """The same in host memory, and nobody else's: training goes on while it is written."""
+    return {k: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for k, v in state.items()}
+
+
 def difference(model: nn.Module, saved: Metadata) -> str | None:
     """The first tensor that is another one in the checkpoint, in words; None where all agree."""
     entries = saved.state_dict_metadata
-    here = _model_tensors(model)
-    for name, value in here.items():
+    tensors = _model_tensors(model)
+    here = tensors.keys()
+    for name, value in tensors.items():
         entry = entries.get(f"model.{name}")
         if not isinstance(entry, TensorStorageMetadata):
             return f"{name} is not in it"
@@ -49,8 +55,9 @@ def difference(model: nn.Module, saved: Metadata) -> str | None:
             return f"{name} has shape {list(entry.size)} in it and {list(value.shape)} in this run"
         if entry.properties.dtype != value.dtype:
             return f"{name} has {entry.properties.dtype} in it and {value.dtype} in this run"
+    elsewhere: frozenset[str] = getattr(model, "elsewhere", frozenset())  # what other pipeline stages hold
     for key in entries:
-        if key.startswith("model.") and key.removeprefix("model.") not in here:
+        if key.startswith("model.") and key.removeprefix("model.") not in here | elsewhere:
             return f"{key.removeprefix('model.')} is in it and not in this run"
     return None
 

@@ -14,8 +14,10 @@ import json
 import os
 import pickle
 import shutil
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,8 @@ class CheckpointFolder:
 
     def __init__(self, path: Path, keep: int = 2) -> None:
         self.path, self.keep = path, keep
+        self._writing: _Writing | None = None
+        self._group: dist.ProcessGroup | None = None  # what a thread talks over, beside the training's own
 
     def save(
         self,
@@ -64,10 +68,14 @@ class CheckpointFolder:
         optimizer: torch.optim.Optimizer,
         extra: dict[str, Any],
         config: dict[str, Any],
+        background: bool = False,
+        confirmed: Callable[[], None] = lambda: None,
     ) -> None:
-        """Writes the state after ``step``; when this returns it is confirmed: on disk, complete, with its manifest.
+        """Writes the state after ``step``, and calls ``confirmed``: it is on disk, complete, with its manifest.
 
-        Only then older ones go. Later ones are of a run that was given up (resumed from further back, or started
+        In the ``background``, this returns when a copy of the state is in host memory; the next ``save``, or ``wait``,
+        waits for the writer first, and raises what it met. Else it returns when all is done. Only when a checkpoint is
+        confirmed, older ones go. Later ones are of a run that was given up (resumed from further back, or started
         afresh): they are renamed to ``step_….superseded``, which nobody loads or deletes.
 
         Args:
@@ -75,11 +83,14 @@ class CheckpointFolder:
             model, optimizer: plain or sharded; buffers and the optimizer's moments are included.
             extra: nested dict of numbers, strings and tensors, the same on every rank.
             config: written into the manifest.
+            background: write in a thread.
+            confirmed: called on rank 0, in the background by the thread.
 
         Raises:
             UserError: the disk is full or not writable; the checkpoints before stay.
             TypeError: ``extra`` holds something that could not be loaded again.
         """
+        self.wait()
         final = self._folder(step)
         partial = final.with_suffix(".partial")
 
@@ -108,13 +119,46 @@ class CheckpointFolder:
             for old in [s for s in whole if s not in whole[-self.keep :]]:
                 shutil.rmtree(self._folder(old))
 
-        state = tensors.read_state(model, optimizer)
-        try:
-            _on_first_rank(prepare)
+        def write(state: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is fine
-                dcp_save(state, checkpoint_id=partial, no_dist=not _distributed())
-            _on_first_rank(confirm)
+                dcp_save(state, checkpoint_id=partial, process_group=group, no_dist=not _distributed())
+
+        def confirm_and_say() -> None:
+            confirm()
+            confirmed()
+
+        state = tensors.read_state(model, optimizer)
+        with self._in_words():
+            _on_first_rank(prepare)
+            if not background:
+                write(state)
+                _on_first_rank(confirm_and_say)
+                return
+        if _distributed() and self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        state, group = tensors.copied(state), self._group
+
+        def work() -> None:
+            write(state, group)
+            if _rank() == 0:  # DCP returns here when every rank has written
+                confirm_and_say()
+
+        self._writing = _Writing(work)
+
+    def wait(self) -> None:
+        """Until what is being written in the background is confirmed; raises what ``save`` would have raised."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            error = writing.join()
+            with self._in_words():
+                _on_first_rank(lambda: _raise(error))
+                _raise(error)
+
+    @contextmanager
+    def _in_words(self) -> Iterator[None]:
+        try:
+            yield
         except (OSError, CheckpointException) as error:
             reason = _not_written(_cause(error))
             if reason is None:
@@ -242,6 +286,31 @@ class CheckpointFolder:
         self._restore()
         for left in [*self.path.glob("step_*.partial"), *self.path.glob("step_*.replaced")]:
             shutil.rmtree(left)
+
+
+class _Writing:
+    """A thread, and the error that it met."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="checkpoint")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # the training thread raises it
+            self._error = error
+
+    def join(self) -> BaseException | None:
+        self._thread.join()
+        return self._error
+
+
+def _raise(error: BaseException | None) -> None:
+    if error is not None:
+        raise error
 
 
 def _pack(extra: dict[str, Any]) -> bytes:
@@ -377,7 +446,7 @@ def _on_first_rank(do: Callable[[], Any]) -> Any:
     if _rank() == 0:
         try:
             answer[0] = do()
-        except (OSError, UserError, TypeError) as error:
+        except (OSError, UserError, TypeError, CheckpointException) as error:
             answer[1] = error
     if _distributed():
         dist.broadcast_object_list(answer, src=0)

@@ -232,7 +232,7 @@ class ParallelConfig(Section):
     ``dp_shard`` -1 takes the ranks that are left. ``recompute`` trades compute for activations. ``reduce:
     window`` reduces gradients once a window, ``micro_batch`` at every micro-batch (less memory, more
     traffic). ``pp`` pipeline ranks hold ``stages_per_rank`` stages each (default: as many as ``schedule``
-    needs).
+    needs). A collective that waits longer than ``timeout_s`` for a rank ends the run.
     """
 
     world_size: Positive | None = None
@@ -246,6 +246,7 @@ class ParallelConfig(Section):
     recompute: Literal["none", "selective", "full"] = "none"
     reduce: Literal["window", "micro_batch"] = "window"
     reshard_after_forward: Truth = True
+    timeout_s: PositiveReal = 600.0
 
     @property
     def stages(self) -> int:
@@ -316,7 +317,7 @@ class EvalConfig(Section):
 
 class CheckpointConfig(Section):
     """A checkpoint each ``every`` steps (0: only at the end), the last ``keep`` kept; ``resume: auto``
-    continues."""
+    continues; with ``async_save`` training goes on while it is written (a copy of the state in host memory)."""
 
     every: NotNegative = 0
     keep: Positive = 2

@@ -26,7 +26,6 @@ def unsupported(config: RunConfig) -> list[tuple[str, str]]:
             "parallel.recompute=none or full",
         ),
         (config.optimizer.moments == "bf16", "optimizer.moments: bf16", "optimizer.moments=fp32"),
-        (config.checkpoint.async_save, "checkpoint.async_save: true", "checkpoint.async_save=false"),
     ]
     return [(what, instead) for wanted, what, instead in table if wanted]
 

@@ -99,7 +99,7 @@ class Pipeline:
             raise ValueError("a pipeline needs micro-batches with rows of one length: pad them")
         items = [item.with_rows(rows) for item in window]
         missing = self._slots(len(items)) - len(items)
-        return Window([*items, *[items[0].empty()] * missing])
+        return Window.of([*items, *[items[0].empty()] * missing])
 
     def _slots(self, wanted: int) -> int:
         pp, stages = self.config.pp, self.config.stages

@@ -4,8 +4,8 @@ Their routers return ``(logits, weights, choice)``, and the losses here need two
 put a gradient into the logits. A forward hook does both. The weights pass through an identity that hands the balance
 gradient on to the scores, so it flows wherever the router's own gradient flows, also under recompute.
 
-A choice made again in recompute is not replayed (that would need their code): it is the same on the same hardware, and
-writing it twice counts it once.
+A choice that is replayed (in recompute, after a counting pass, or given from outside) replaces the router's own: where
+the two differ for a token, its weights are computed here from the router's scores, as its own code weighs.
 """
 
 from __future__ import annotations
@@ -46,13 +46,15 @@ def _router(name: str, module: Any) -> Router:
         groups=groups,
         top_groups=getattr(module, "topk_group", None) or 1,
     )
+    normalises = getattr(module, "norm_topk_prob", type(module).__name__ == "MixtralTopKRouter")
+    factor = getattr(module, "routed_scaling_factor", 1.0)
     handles: list[Any] = []
 
     def attach(tap: Tap | None) -> None:
         while handles:
             handles.pop().remove()
         if tap is not None:
-            handles.append(module.register_forward_hook(_hook(tap, sigmoid)))
+            handles.append(module.register_forward_hook(_hook(tap, sigmoid, normalises, factor)))
 
     return Router(
         name=name,
@@ -64,16 +66,27 @@ def _router(name: str, module: Any) -> Router:
     )
 
 
-def _hook(tap: Tap, sigmoid: bool) -> Any:
+def _hook(tap: Tap, sigmoid: bool, normalises: bool, factor: float) -> Any:
     def hook(module: nn.Module, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        logits, weights, choice = output
-        choice = tap.choice(module, lambda: choice)
+        logits, weights, own = output
+        choice = tap.choice(module, lambda: own)
+        # always, and not only in a replay: recompute wants the operations of the first forward
+        other = _scores(logits, sigmoid).gather(1, choice)
+        if normalises:
+            other = other / other.sum(dim=-1, keepdim=True)
+        same = (choice == own).all(dim=-1, keepdim=True)
+        weights = torch.where(same, weights, (other * factor).to(weights.dtype))
         z = tap.logits(module, logits.to(torch.promote_types(logits.dtype, torch.float32)))
-        scores = tap.scores(module, z.sigmoid() if sigmoid else z.softmax(dim=-1), choice)
+        scores = tap.scores(module, _scores(z, sigmoid), choice)
         carried: Tensor = _Carry.apply(weights, scores)
         return logits, carried, choice
 
     return hook
+
+
+def _scores(logits: Tensor, sigmoid: bool) -> Tensor:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits.sigmoid() if sigmoid else logits.softmax(dim=-1)
 
 
 class _Carry(torch.autograd.Function):

@@ -41,6 +41,9 @@ class DeepSeek(nn.Module):
     ``config`` has DeepSeek's keys. May be built under ``torch.device("meta")``, and then has no weights yet.
     """
 
+    #: names of parameters and buffers that were taken out, since another rank holds them
+    elsewhere: frozenset[str] = frozenset()
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config

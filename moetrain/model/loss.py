@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -15,6 +16,9 @@ class _MicroBatch(Protocol):
 
     @property
     def input_ids(self) -> Tensor: ...
+
+    @property
+    def extra(self) -> Mapping[str, Tensor]: ...
 
     @property
     def position_ids(self) -> Tensor | None: ...
@@ -49,7 +53,16 @@ class DeepSeekLoss:
         return sums
 
     def inputs(self, micro_batch: _MicroBatch) -> dict[str, Tensor | None]:
-        """What the model takes besides the token ids."""
+        """What the model takes besides the token ids.
+
+        Raises:
+            ValueError: the micro-batch holds something else, a misspelled key maybe.
+        """
+        if micro_batch.extra:
+            raise ValueError(
+                f"a DeepSeek model takes no {', '.join(micro_batch.extra)}: input_ids, labels, attention_mask, "
+                "position_ids and document_ids are what it knows"
+            )
         return {
             "position_ids": micro_batch.position_ids,
             "document_ids": micro_batch.attention_documents(),

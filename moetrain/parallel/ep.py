@@ -41,10 +41,11 @@ class AllToAllDispatcher:
     Args:
         group: the expert group; rank g of it holds experts g * F .. (g + 1) * F - 1.
         experts: E, a multiple of the group's size.
+        layer: its place in the model, for messages.
     """
 
-    def __init__(self, group: dist.ProcessGroup, experts: int) -> None:
-        self.group, self.ranks = group, group.size()
+    def __init__(self, group: dist.ProcessGroup, experts: int, *, layer: str = "") -> None:
+        self.group, self.ranks, self.layer = group, group.size(), layer
         self.local = experts // self.ranks
 
     def dispatch(self, x_TD: Tensor, choice_TK: Tensor, weight_TK: Tensor) -> tuple[Routed, _Sent]:
@@ -94,7 +95,7 @@ class AllToAllDispatcher:
         return F.embedding_bag(handle.position_R, y_RD, handle.offset_T, mode="sum")
 
     def _exchange(self, x: Tensor, sizes_in: list[int], sizes_out: list[int]) -> Tensor:
-        out: Tensor = _AllToAll.apply(x, sizes_in, sizes_out, self.group)
+        out: Tensor = _AllToAll.apply(x, sizes_in, sizes_out, self.group, self.layer)
         return out
 
 
@@ -102,15 +103,17 @@ class _AllToAll(torch.autograd.Function):
     """Rows to their ranks; the backward sends gradients the way back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes_in: list[int], sizes_out: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sizes, ctx.group = (sizes_in, sizes_out), group
+    def forward(
+        ctx: Any, x: Tensor, sizes_in: list[int], sizes_out: list[int], group: dist.ProcessGroup, layer: str
+    ) -> Tensor:
+        ctx.sizes, ctx.group, ctx.layer = (sizes_in, sizes_out), group, layer
         return _all_to_all(x, sizes_in, sizes_out, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None, None]:
         sizes_in, sizes_out = ctx.sizes
-        return _all_to_all(g, sizes_out, sizes_in, ctx.group), None, None, None
+        return _all_to_all(g, sizes_out, sizes_in, ctx.group), None, None, None, None
 
 
 def _all_to_all(x: Tensor, sizes_in: list[int], sizes_out: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -127,13 +130,13 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> int:
     Returns:
         How many layers were split.
     """
-    layers = [m for m in model.modules() if isinstance(m, MoE)]
-    for layer in layers:
+    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, MoE)]
+    for place, layer in layers:
         experts = layer.experts
         for name, p in list(experts.named_parameters(recurse=False)):
             split = distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=None)
             setattr(experts, name, nn.Parameter(split, requires_grad=p.requires_grad))
-        layer.dispatcher = AllToAllDispatcher(mesh.get_group(), layer.gate.experts)
+        layer.dispatcher = AllToAllDispatcher(mesh.get_group(), layer.gate.experts, layer=place)
         experts.product = _on_own_part(experts.product)
     return len(layers)
 

@@ -19,8 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moetrain.errors import UserError
 
-TIMEOUT = timedelta(minutes=10)
-
 
 @dataclass(frozen=True)
 class Ranks:
@@ -96,7 +94,13 @@ def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
 
 @contextmanager
 def started(
-    device: str, *, need_group: bool = False, dp_replicate: int = 1, ep: int = 1, pp: int = 1
+    device: str,
+    *,
+    need_group: bool = False,
+    dp_replicate: int = 1,
+    ep: int = 1,
+    pp: int = 1,
+    timeout_s: float = 600.0,
 ) -> Iterator[Ranks]:
     """Joins the run's processes and leaves them at the end.
 
@@ -106,7 +110,9 @@ def started(
         dp_replicate: how many times the sharded model exists; divides the number of ranks.
         ep: expert-parallel ranks; divides the ranks of one such copy.
         pp: pipeline ranks; divides the number of ranks.
+        timeout_s: how long a collective may wait for a rank.
     """
+    timeout = timedelta(seconds=timeout_s)
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     where = choose_device(device, int(os.environ.get("LOCAL_RANK", 0)))
     if where.type == "cuda":
@@ -116,9 +122,9 @@ def started(
         return
     backend = "nccl" if where.type == "cuda" else "gloo"
     if world == 1 and "MASTER_ADDR" not in os.environ:
-        dist.init_process_group(backend, timeout=TIMEOUT, store=HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
     else:
-        dist.init_process_group(backend, timeout=TIMEOUT, rank=rank, world_size=world)
+        dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=world)
     try:
         spread = meshes(where.type, world, dp_replicate=dp_replicate, ep=ep, pp=pp, need_group=need_group)
         yield Ranks(rank, world, where, *spread)

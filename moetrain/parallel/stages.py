@@ -47,7 +47,11 @@ def stages_of(config: ParallelConfig, rank: int) -> list[int]:
 
 
 def keep(model: DeepSeek, parts: list[Part]) -> None:
-    """Drops what none of these parts computes; what stays keeps its name."""
+    """Drops what none of these parts computes; what stays keeps its name.
+
+    The model's ``elsewhere`` says what was dropped, for those who look for it.
+    """
+    whole = set(model.state_dict())
     layers = {i for part in parts for i in part.layers}
     for i in range(len(model.layers)):
         if i not in layers:
@@ -58,3 +62,4 @@ def keep(model: DeepSeek, parts: list[Part]) -> None:
         model.mtp = nn.ModuleList()
     if not any(part.first for part in parts) and not (last and len(model.mtp)):
         model.embed_tokens = None  # type: ignore[assignment]
+    model.elsewhere = frozenset(whole - set(model.state_dict()))

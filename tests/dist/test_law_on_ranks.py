@@ -11,6 +11,7 @@ import functools
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from moetrain.accumulate import Balance, MoEAccumulator, Window
@@ -41,7 +42,7 @@ def on_rank(rank, world, family, scope, wrapper, recompute, reshard, reduce, **k
     ranks = Ranks(rank, world, torch.device("cpu"), init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",)))
     wrapped: torch.nn.Module = m
     if wrapper == "ddp":
-        wrapped = DistributedDataParallel(m)
+        wrapped = DistributedDataParallel(m, broadcast_buffers=False)  # which would hide a bias that drifts
         if recompute == "full":
             for block in [*m.layers, *(k.block for k in m.mtp)]:
                 recompute_in_backward(block)
@@ -55,17 +56,21 @@ def on_rank(rank, world, family, scope, wrapper, recompute, reshard, reduce, **k
 LAYOUTS = [
     ("plain", 2, "none", True, "window"),
     ("ddp", 2, "none", True, "window"),
+    ("ddp", 2, "full", True, "window"),
+    ("ddp", 4, "none", True, "window"),
     ("ddp", 4, "full", True, "window"),
     ("fsdp", 2, "none", True, "window"),
     ("fsdp", 2, "full", True, "window"),
     ("fsdp", 2, "full", False, "micro_batch"),
     ("fsdp", 4, "none", True, "window"),
+    ("fsdp", 4, "full", True, "window"),
 ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda v: "-".join(map(str, v)))
-@pytest.mark.parametrize("scope", ["sequence", "window"])
-@pytest.mark.parametrize("family", ["V3", "V2"])
+@pytest.mark.parametrize(
+    ("family", "scope"), [("V3", "sequence"), ("V3", "window"), ("V3", "previous"), ("V2", "sequence"), ("V2", "window")]
+)
 def test_ranks_change_nothing(family, scope, layout):
     wrapper, world, recompute, reshard, reduce = layout
     reports, parameters = one_process(family, scope)
@@ -102,6 +107,16 @@ def half_on_rank(rank, world, wrapper):
     accumulator.optimizer.step = lambda: kept.update({n: p.grad.clone() for n, p in m.named_parameters()})
     accumulator.step(Window([rows(2, 3)] * (64 // world)))
     return kept
+
+
+def half_sharded_on_rank(rank, world):
+    m = model(dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"MixedPrecisionPolicy\(reduce_dtype=torch\.float32\)"):
+        sgd(fully_shard(m, mesh=init_device_mesh("cpu", (world,))), FAMILIES["V3"], Balance())
+
+
+def test_bf16_parameters_under_fsdp2_need_a_policy_that_sums_in_fp32():
+    run_ranks(half_sharded_on_rank, 2)
 
 
 @pytest.mark.parametrize("wrapper", ["plain", "ddp"])

@@ -7,12 +7,13 @@ import functools
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from moetrain.accumulate import Window
+from moetrain.accumulate import Balance, Window
 from moetrain.config.run import ParallelConfig
 from moetrain.parallel.plan import spread
-from moetrain.parallel.ranks import Ranks
+from moetrain.parallel.ranks import Ranks, meshes
 from tests.support.processes import run_ranks
 from tests.support.small import V3, difference, every_loss, model, rank_window, rows, sgd, state
 
@@ -76,6 +77,38 @@ def two_axes_on_rank(rank, world):
     groups = [mesh.get_group("a"), mesh.get_group("b")]
     report = sgd(m, V3, every_loss(V3, "window"), groups=groups).step(rank_window(rank, world))
     return report, state(m)
+
+
+def one_axis_on_rank(rank, world, wrapper):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    m = model()
+    if wrapper == "ddp":
+        wrapped = DistributedDataParallel(m, process_group=mesh.get_group("a"))
+    else:
+        wrapped = fully_shard(m, mesh=mesh["a"])
+    with pytest.raises(ValueError, match="sums gradients over 2 ranks, and groups say that tokens are split over 4"):
+        sgd(wrapped, V3, Balance(), groups=[mesh.get_group("a"), mesh.get_group("b")])
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_C4_a_wrapper_over_one_of_two_axes_is_refused(wrapper):
+    run_ranks(one_axis_on_rank, 4, wrapper)
+
+
+def experts_on_rank(rank, world):
+    m = model()
+    spread(m, ParallelConfig(ep=2), "float64", Ranks(rank, world, torch.device("cpu"), *meshes("cpu", world, ep=2)))
+    return sgd(m, V3, every_loss(V3, "window")).step(rank_window(rank, world))
+
+
+def test_F1_B1_the_norm_and_the_balance_loss_are_those_of_one_process_where_experts_are_spread():
+    """Dense gradients are summed over all ranks, experts' over those that hold them, and each counts once."""
+    want = sgd(model(), V3, every_loss(V3, "window")).step(rank_window(0, 1))
+    norms = []
+    for report in run_ranks(experts_on_rank, 4):
+        norms.append(float(report.grad_norm))
+        assert float(report.losses["balance"]) == pytest.approx(float(want.losses["balance"]), rel=1e-12)
+    assert len(set(norms)) == 1 and norms[0] == pytest.approx(float(want.grad_norm), rel=1e-12)
 
 
 def test_C4_counts_are_summed_over_every_axis_that_splits_tokens():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moetrain.accumulate import Balance, MoEAccumulator, Window
-from moetrain.integrations.transformers import transformers_routers
+from moetrain.integrations.transformers import ROUTERS, transformers_routers
 from moetrain.model import DeepSeekLoss
 from tests.support.small import difference, global_batch
 from tests.support.twins import as_theirs, twins
@@ -104,3 +104,27 @@ def test_their_model_takes_the_step_that_ours_takes(family, scope):
     mine = as_theirs({**dict(ours.named_parameters()), **dict(ours.named_buffers())})
     other = {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}
     assert difference({k: v.detach() for k, v in mine.items()}, {k: other[k].detach() for k in mine}) < 5e-5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_given_choices_are_weighed_by_the_models_own_scores(name):
+    """The router's own choice with its columns in another order is the same mixture; another choice is another."""
+    torch.manual_seed(0)
+    m = MODELS[name]()
+    whole = batch(m.config.vocab_size)
+    chosen: list[torch.Tensor] = []
+    routers = [x for x in m.modules() if type(x).__name__ in ROUTERS]
+    hooks = [r.register_forward_hook(lambda _, __, out: chosen.append(out[2].detach().clone())) for r in routers]
+    with torch.no_grad():
+        m(input_ids=whole["input_ids"], attention_mask=whole["attention_mask"])
+    for hook in hooks:
+        hook.remove()
+    own = torch.stack(chosen)
+    sgd = torch.optim.SGD(m.parameters(), lr=0.0)
+    accumulator = MoEAccumulator(m, sgd, routers=transformers_routers(m))
+    losses = [
+        float(accumulator.step(Window([whole]), routing=routing).total)
+        for routing in (None, [own], [own.flip(-1)], [(own + 1) % routers[0].weight.shape[0]])
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6) and losses[2] == pytest.approx(losses[0], rel=1e-6)
+    assert abs(losses[3] - losses[0]) > 1e-5

@@ -119,7 +119,7 @@ def every_loss(config: ModelConfig, scope: str, **over: Any) -> Balance:
         "alpha_device": 0.3 if grouped else 0.0,
         "alpha_communication": 0.2 if grouped else 0.0,
         "z_loss": 0.01,
-        "bias_rate": 1e-3,
+        "bias_rate": 1e-3 if config.topk_method == "noaux_tc" else 0.0,
     }
     return Balance(scope=scope, **(weights | over))  # type: ignore[arg-type]
 

@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from moetrain import from_pretrained, save_pretrained
 from moetrain.accumulate import Balance, MoEAccumulator, Window, count_denominators, update_bias, windows
 from moetrain.accumulate.ledger import RoutingLedger, find_routers
+from moetrain.loop import evaluate
 from moetrain.model import DeepSeekLoss
 from moetrain.model.gate import NoAuxTcGate
+from moetrain.parallel.ranks import Ranks
 from tests.support.small import LITE, V2, V3, difference, every_loss, global_batch, model, rows, sgd, state, window
 
 PLAIN = V3.model_copy(update={"num_nextn_predict_layers": 0})
@@ -204,6 +206,9 @@ def test_B8_evaluation_leaves_no_trace():
             accumulator.step(window([2, 4]))
             if evaluates:
                 x(global_batch()["input_ids"]).sum()
+                alone = Ranks(0, 1, torch.device("cpu"), None)
+                assert evaluate(accumulator, accumulator.loss, [window([6])], alone)["eval_tokens"] > 0
+                assert x.training
     assert difference(state(m), state(other)) == 0.0
 
 

@@ -1,0 +1,128 @@
+"""Which rank waited for whom, in which layer: what a broken or hanging collective leaves behind, in a sentence.
+
+torch says that something timed out, or that a peer closed a connection, not where the model was. The stack knows: the
+collective is its innermost function of torch.distributed, and the layer is the nearest module (or FSDP2's group) above.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+from typing import Any
+
+from torch import nn
+
+from moetrain.errors import LostRankError
+
+#: what torch and gloo say when ranks lose each other
+LOST = re.compile(r"tim(ed|e) ?out|connection (closed|reset|refused)|broken pipe|peer|gloo|nccl", re.IGNORECASE)
+WRAPPERS = {"wrapper", "_wait_batch_p2p", "wait", "_batch_p2p", "inner", "decorate_context"}
+
+
+class Watch:
+    """Says on stderr where this rank has been for long, before torch ends it; NCCL ends it without an exception.
+
+    A context manager around training; an error that ranks who lost each other cause leaves it as a ``LostRankError``
+    that says where this rank waited.
+
+    Args:
+        model: its modules' names.
+        rank: this process.
+        seconds: how long no step may take.
+    """
+
+    def __init__(self, model: nn.Module, rank: int, seconds: float) -> None:
+        self.model, self.rank, self.seconds = model, rank, seconds
+        self._beat, self._step, self._said = time.monotonic(), 0, False
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._end.set()
+        if error is not None and lost(error):
+            said = str(_chain(error)[-1]).strip().splitlines()
+            raise LostRankError(
+                f"rank {self.rank} lost another one during {where(error, self.model)}, after step {self._step} "
+                f"({said[-1] if said else type(error).__name__}); "
+                "started again, the run goes on from its last checkpoint"
+            ) from error
+
+    def beat(self, step: int) -> None:
+        """The run is between two windows, and all is well."""
+        self._beat, self._step, self._said = time.monotonic(), step, False
+
+    def _look(self) -> None:
+        while not self._end.wait(min(1.0, self.seconds / 10)):
+            if not self._said and time.monotonic() - self._beat > self.seconds:
+                self._said = True
+                print(
+                    f"moetrain: rank {self.rank} has been in {where_now(self.model)} for long: {self.seconds:.0f} s "
+                    f"since step {self._step}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+
+def lost(error: BaseException) -> bool:
+    """Whether an error is one of communication."""
+    return any(isinstance(e, RuntimeError) and LOST.search(str(e)) for e in _chain(error))
+
+
+def where(error: BaseException, model: nn.Module) -> str:
+    """``all_to_all_single in layers.3.mlp``, from an error's stack."""
+    frames = [frame for e in _chain(error) for frame in _frames(e.__traceback__)]
+    return _describe(frames[::-1], model)
+
+
+def where_now(model: nn.Module) -> str:
+    """The same of the main thread as it is, for another thread that watches it."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return _describe(frames, model)
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """From what was raised last to what it came from."""
+    chain: list[BaseException] = []
+    at: BaseException | None = error
+    while at is not None and at not in chain:
+        chain.append(at)
+        at = at.__cause__ or at.__context__
+    return chain
+
+
+def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
+    while traceback is not None:
+        yield traceback.tb_frame
+        traceback = traceback.tb_next
+
+
+def _describe(inner_first: list[FrameType], model: nn.Module) -> str:
+    names = {id(module): name for name, module in model.named_modules()}
+    collective = layer = ""
+    for frame in inner_first:
+        package = str(frame.f_globals.get("__name__", ""))
+        function = frame.f_code.co_name
+        if not collective and package.startswith("torch.distributed") and function not in WRAPPERS:
+            collective = function
+        if layer:
+            continue
+        owner: Any = frame.f_locals.get("self", frame.f_locals.get("ctx"))
+        if isinstance(owner, nn.Module):
+            layer = names.get(id(owner), "")
+        elif hasattr(owner, "_module_fqn"):  # FSDP2's group of parameters
+            layer = str(owner._module_fqn or "the root")
+        elif isinstance(getattr(owner, "layer", None), str):  # a backward that says whose it is
+            layer = owner.layer
+    return f"{collective or 'a collective'} in {layer or 'no layer (between micro-batches)'}"
