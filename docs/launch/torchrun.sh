@@ -11,6 +11,8 @@ gpus=${GPUS:-$(nvidia-smi --list-gpus 2>/dev/null | wc -l)}
 [ "$gpus" -gt 0 ] || gpus=1
 # SIGTERM: time to finish a window and to save, where torchrun's 30 seconds are too short for a large model
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-170}
+# a store for each start: in one that is shared, a restarted process finds addresses of those that are gone, and hangs
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec "${PYTHON:-python}" -m torch.distributed.run \
     --nnodes "$NODES" --nproc_per_node "$gpus" \
     --rdzv_backend c10d --rdzv_endpoint "$HEAD:${PORT:-29400}" --rdzv_id "${RUN_ID:-moetrain}" \

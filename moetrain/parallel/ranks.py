@@ -124,12 +124,22 @@ def started(
     if world == 1 and "MASTER_ADDR" not in os.environ:
         dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
     else:
-        dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=world)
+        dist.init_process_group(backend, timeout=timeout, store=_own_store(timeout), rank=rank, world_size=world)
     try:
         spread = meshes(where.type, world, dp_replicate=dp_replicate, ep=ep, pp=pp, need_group=need_group)
         yield Ranks(rank, world, where, *spread)
     finally:
         dist.destroy_process_group()
+
+
+def _own_store(timeout: timedelta) -> dist.Store:
+    """Where ranks find each other. torchrun keeps one store for all its restarts, with the addresses of processes that
+    are gone (pytorch issue 135712); on one node the number of restarts is everybody's, and keeps them apart."""
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE"):
+        restart = "0"  # nodes count for themselves: docs/launch/torchrun.sh gives each start a store of its own
+    return dist.PrefixStore(f"start {restart}", store)
 
 
 def meshes(
