@@ -44,7 +44,10 @@ class Pipeline(Protocol):
         stages: how the parameters are spread.
         routers: the whole model's; those of other ranks are never attached to anything.
         all_forwards_first: the schedule's own order.
+        traffic: counts what stages send; the accumulator gives its own.
     """
+
+    traffic: Traffic
 
     @property
     def stages(self) -> Stages: ...
@@ -145,6 +148,12 @@ class MoEAccumulator:
             stages=None if pipeline is None else pipeline.stages,
         )
         self.owner.traffic, self.owner.measures = self.traffic, measure_noise
+        if pipeline is not None:
+            pipeline.traffic = self.traffic
+        for module in model.modules():
+            dispatcher: Any = getattr(module, "dispatcher", None)
+            if hasattr(dispatcher, "count"):  # one that sends tokens to other ranks
+                dispatcher.count = self.traffic.count
         if (self.balance.active or self.balance.z_loss) and not self.ledger.routers:
             raise ValueError(
                 "a balance loss needs routers, and the model has none that this library knows; for a model of "

@@ -13,14 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 #: gradients: sums of gradients; parameters: gathers of sharded ones; counts: denominators; balance: routing statistics
-#: that a scope needs inside the window; norm; report: loss terms and loads at the window's end
-Kind = Literal["gradients", "parameters", "counts", "balance", "norm", "report"]
+#: that a scope needs inside the window; norm; report: loss terms and loads at the window's end; experts: tokens on
+#: their way to experts and back; stages: hidden states and their gradients between pipeline ranks
+Kind = Literal["gradients", "parameters", "counts", "balance", "norm", "report", "experts", "stages"]
 
 
 class Calls(NamedTuple):
     """Collectives of one kind: how many, and the bytes of the whole tensors they were called on.
 
-    The whole tensor is what is reduced, the input of a reduce-scatter, and the output of an all-gather.
+    The whole tensor is what is reduced, the input of a reduce-scatter, the output of an all-gather, and what is handed
+    to an all-to-all (the part that stays here included).
     """
 
     calls: int = 0

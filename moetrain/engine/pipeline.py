@@ -31,6 +31,7 @@ from torch.distributed.pipelining.schedules import (
 from moetrain.accumulate import Router, RoutingLedger, Window, find_routers
 from moetrain.accumulate.ledger import NONE
 from moetrain.accumulate.owners import Stages, is_fsdp, settle_gradients
+from moetrain.accumulate.traffic import Traffic
 from moetrain.config.run import FORWARDS_FIRST, SPLIT_BACKWARD, ParallelConfig
 from moetrain.model import DeepSeek, DeepSeekLoss
 from moetrain.model.deepseek import Part
@@ -73,6 +74,7 @@ class Pipeline:
         assert ranks.pipe is not None
         self.model, self.loss, self.config, self.dtype, self.device = model, loss, config, dtype, ranks.device
         self.pipe = ranks.pipe.get_group()
+        self.traffic = Traffic()
         parts = cut(model.config, config.stages, seq_len)
         own = stages_of(config, ranks.pipe.get_local_rank())
         self.parts = {number: parts[number] for number in own}
@@ -261,6 +263,17 @@ class _Stage(PipelineStage):
         with self.pipeline.backward_of(bwd_chunk_id, self.rows):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         self.pipeline.settle()
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._counted(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._counted(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _counted(self, sends: list[dist.P2POp]) -> list[dist.P2POp]:
+        for send in sends:
+            self.pipeline.traffic.count("stages", send.tensor)
+        return sends
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """Of a stage that lies on one rank with the next; torch refuses a pass without gradients here."""

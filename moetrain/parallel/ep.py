@@ -10,7 +10,8 @@ that travel, N entries (row, expert).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,10 @@ class _Sent(NamedTuple):
     offset_T: Tensor
 
 
+#: told of every tensor that is sent, and under which name
+Count = Callable[[Literal["experts"], Tensor], None]
+
+
 class AllToAllDispatcher:
     """``moetrain.model.dispatch.Dispatcher`` over a process group; any number of rows per rank, also none.
 
@@ -47,6 +52,7 @@ class AllToAllDispatcher:
     def __init__(self, group: dist.ProcessGroup, experts: int, *, layer: str = "") -> None:
         self.group, self.ranks, self.layer = group, group.size(), layer
         self.local = experts // self.ranks
+        self.count: Count = lambda kind, sent: None
 
     def dispatch(self, x_TD: Tensor, choice_TK: Tensor, weight_TK: Tensor) -> tuple[Routed, _Sent]:
         T, K = choice_TK.shape
@@ -65,6 +71,7 @@ class AllToAllDispatcher:
 
         sizes_out = torch.stack([rows_G, torch.bincount(rank_N, minlength=self.ranks)], dim=1)
         sizes_in = torch.empty_like(sizes_out)
+        self.count("experts", sizes_out)
         dist.all_to_all_single(sizes_in, sizes_out, group=self.group)
         rows_out, entries_out, rows_in, entries_in = torch.cat([sizes_out, sizes_in], dim=1).t().tolist()
 
@@ -95,7 +102,7 @@ class AllToAllDispatcher:
         return F.embedding_bag(handle.position_R, y_RD, handle.offset_T, mode="sum")
 
     def _exchange(self, x: Tensor, sizes_in: list[int], sizes_out: list[int]) -> Tensor:
-        out: Tensor = _AllToAll.apply(x, sizes_in, sizes_out, self.group, self.layer)
+        out: Tensor = _AllToAll.apply(x, sizes_in, sizes_out, self)
         return out
 
 
@@ -104,21 +111,22 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, sizes_in: list[int], sizes_out: list[int], group: dist.ProcessGroup, layer: str
+        ctx: Any, x: Tensor, sizes_in: list[int], sizes_out: list[int], dispatcher: AllToAllDispatcher
     ) -> Tensor:
-        ctx.sizes, ctx.group, ctx.layer = (sizes_in, sizes_out), group, layer
-        return _all_to_all(x, sizes_in, sizes_out, group)
+        ctx.sizes, ctx.dispatcher, ctx.layer = (sizes_in, sizes_out), dispatcher, dispatcher.layer
+        return _all_to_all(x, sizes_in, sizes_out, dispatcher)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
         sizes_in, sizes_out = ctx.sizes
-        return _all_to_all(g, sizes_out, sizes_in, ctx.group), None, None, None, None
+        return _all_to_all(g, sizes_out, sizes_in, ctx.dispatcher), None, None, None
 
 
-def _all_to_all(x: Tensor, sizes_in: list[int], sizes_out: list[int], group: dist.ProcessGroup) -> Tensor:
+def _all_to_all(x: Tensor, sizes_in: list[int], sizes_out: list[int], dispatcher: AllToAllDispatcher) -> Tensor:
+    dispatcher.count("experts", x)
     out = x.new_empty(sum(sizes_in), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), sizes_in, sizes_out, group=group)
+    dist.all_to_all_single(out, x.contiguous(), sizes_in, sizes_out, group=dispatcher.group)
     return out
 
 

@@ -14,8 +14,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from moetrain.errors import UserError
 
@@ -132,14 +133,14 @@ def started(
         dist.destroy_process_group()
 
 
-def _own_store(timeout: timedelta) -> dist.Store:
+def _own_store(timeout: timedelta) -> Store:
     """Where ranks find each other. torchrun keeps one store for all its restarts, with the addresses of processes that
     are gone (pytorch issue 135712); on one node the number of restarts is everybody's, and keeps them apart."""
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE"):
         restart = "0"  # nodes count for themselves: docs/launch/torchrun.sh gives each start a store of its own
-    return dist.PrefixStore(f"start {restart}", store)
+    return PrefixStore(f"start {restart}", store)
 
 
 def meshes(

@@ -85,18 +85,20 @@ def check(config: RunConfig, path: Path | None = None, machine: Machine | None =
     if lacks:
         mend = _instead(path, only_gpus=no_gpus and len(lacks) == 1)
         raise UserError(f"{name} needs {' and '.join(lacks)}{_not_yet(config)}{mend}")
-    shard = config.parallel.dp_shard
-    if shard not in (-1, machine.ranks // config.parallel.dp_replicate) and ranks == machine.ranks:
+    p = config.parallel
+    fixed = p.pp * p.dp_replicate
+    if p.dp_shard not in (-1, machine.ranks // fixed) and ranks == machine.ranks:
+        times = f" for each of {fixed} stages and copies" if fixed > 1 else ""
         raise UserError(
-            f"parallel.dp_shard: {shard} asks for {_count(shard, 'process')} and {machine.ranks} started; "
-            "use parallel.dp_shard=-1 for as many as there are"
+            f"parallel.dp_shard: {p.dp_shard} asks for {_count(p.dp_shard, 'process')}{times} and {machine.ranks} "
+            "started; use parallel.dp_shard=-1 for as many as there are"
         )
-    copies, ep = config.parallel.dp_replicate, config.parallel.ep
-    if ranks == machine.ranks and ranks % (copies * ep):
-        which = f"parallel.ep: {ep}" if copies == 1 else f"parallel.dp_replicate: {copies} times parallel.ep: {ep}"
+    if ranks == machine.ranks and ranks % (fixed * p.ep):
+        sizes = {"pp": p.pp, "dp_replicate": p.dp_replicate, "ep": p.ep}
+        which = " times ".join(f"parallel.{key}: {size}" for key, size in sizes.items() if size > 1)
         raise UserError(
             f"{which} must divide the {_count(ranks, 'process')} that started: use "
-            f"`torchrun --nproc_per_node {copies * ep} -m moetrain --config {path or 'CONFIG'}`, or another split"
+            f"`torchrun --nproc_per_node {fixed * p.ep} -m moetrain --config {path or 'CONFIG'}`, or another split"
         )
     if ranks != machine.ranks:
         raise UserError(

@@ -8,11 +8,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moetrain.accumulate import MoEAccumulator
 from moetrain.config.run import ParallelConfig
+from moetrain.engine.pipeline import Pipeline
+from moetrain.model import DeepSeekLoss
+from moetrain.model.moe import MoE
 from moetrain.parallel.plan import spread
 from moetrain.parallel.ranks import Ranks, meshes
 from tests.support.processes import run_ranks
-from tests.support.small import V3, every_loss, model, rank_window, sgd
+from tests.support.small import V3, every_loss, model, rank_window, sgd, window
 
 pytestmark = pytest.mark.dist
 FP64 = 8
@@ -79,6 +83,68 @@ def test_copies_of_a_sharded_model_are_summed_once_a_window_too():
     for _, padded, traffic, real in run_ranks(on_rank, 4, "fsdp", "sequence", "window", 2):
         assert sum(kind.calls for kind in traffic.values()) == len(real)
         assert traffic["gradients"].bytes == FP64 * (padded + padded // 2)  # into shards, and shards over copies
+
+
+def experts_on_rank(rank, world):
+    m = model()
+    spread(m, ParallelConfig(ep=world), "float64", Ranks(rank, world, torch.device("cpu"), *meshes("cpu", world, ep=world)))
+    accumulator = sgd(m, V3, every_loss(V3, "sequence"))
+    rows = entries = 0
+    for layer in (x for x in m.modules() if isinstance(x, MoE)):
+        inner = layer.dispatcher.dispatch
+
+        def dispatch(x, choice, weight, inner=inner, own=V3.n_routed_experts // world):
+            nonlocal rows, entries
+            rows += sum(len(set(tokens)) for tokens in (choice // own).tolist())
+            entries += choice.numel()
+            return inner(x, choice, weight)
+
+        layer.dispatcher.dispatch = dispatch
+    with Calls() as real:
+        report = accumulator.step(rank_window(rank, world))
+    return rows, entries, dict(report.traffic), real.names
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_tokens_travel_once_to_each_rank_that_holds_their_experts(world):
+    """docs/traffic.md, all ranks together: 4 R D for rows and their gradients, 4 N for weights and places, 2 G a rank."""
+    layers = V3.num_hidden_layers - V3.first_k_dense_replace + V3.num_nextn_predict_layers
+    slots = len(rank_window(0, world))
+    found = run_ranks(experts_on_rank, world)
+    rows, entries = (sum(rank[i] for rank in found) for i in (0, 1))
+    sizes = world * layers * slots * 2 * world
+    sent = sum(traffic["experts"].bytes for _, _, traffic, _ in found)
+    assert sent == FP64 * (4 * rows * V3.hidden_size + 4 * entries + sizes)
+    for _, _, traffic, real in found:
+        assert traffic["experts"].calls == 8 * layers * slots  # forward: sizes and four, backward: three
+        assert sum(kind.calls for kind in traffic.values()) == len(real)
+
+
+def stages_on_rank(rank, world, schedule):
+    config = V3.model_copy(update={"num_hidden_layers": 5})
+    m = model(config)
+    parallel = ParallelConfig(pp=2, schedule=schedule, reshard_after_forward=False)
+    ranks = Ranks(rank, world, torch.device("cpu"), *meshes("cpu", world, pp=2, need_group=False))
+    spread(m, parallel, "float64", ranks)
+    loss = DeepSeekLoss(config)
+    accumulator = MoEAccumulator(
+        m,
+        torch.optim.SGD(m.parameters(), lr=0.1),
+        loss=loss,
+        groups=ranks.groups,
+        pipeline=Pipeline(m, loss, parallel, ranks, dtype=torch.float64),
+    )
+    accumulator.step(window([1] * 6))
+    return dict(accumulator.step(window([1] * 6)).traffic)
+
+
+@pytest.mark.parametrize(("schedule", "boundaries"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 3), ("dualpipev", 2)])
+def test_stages_send_hidden_states_over_each_boundary_between_ranks_and_gradients_back(schedule, boundaries):
+    """docs/traffic.md: 2 K B T D over each; a V has its middle boundary on one rank."""
+    found = run_ranks(stages_on_rank, 2, schedule)
+    whole = sum(traffic["stages"].bytes for traffic in found)
+    assert whole == FP64 * 2 * boundaries * 6 * 1 * 12 * V3.hidden_size
+    assert sum(traffic["stages"].calls for traffic in found) == 2 * boundaries * 6
 
 
 def test_one_process_sends_nothing():

@@ -70,9 +70,9 @@ def test_the_full_model_is_refused_at_once_where_it_cannot_run() -> None:
 
 
 def test_what_does_not_work_yet_is_refused() -> None:
-    run = moetrain("--config", SMOKE, "parallel.pp=2")
+    run = moetrain("--config", SMOKE, "parallel.cp=2")
     assert run.returncode == 2
-    assert "parallel.pp: 2 does not work yet" in run.stderr
+    assert "parallel.cp: 2 does not work yet" in run.stderr
 
 
 def test_an_interrupt_ends_with_130(tmp_path: Path) -> None:

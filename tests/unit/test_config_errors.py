@@ -45,6 +45,14 @@ def sentence_of(action: Callable[[], object]) -> str:
         ("batch={global_batch: 4, micro_batch: 1, ramp: {start: 2, tokens: 9}, "
          "noise_scale: {minimum: 2, maximum: 9}}", "give one of them"),
         ("batch.lr_rule=cubic", "`batch.lr_rule` must be 'none', 'linear' or 'sqrt'"),
+        ("parallel.pp=8", "makes 8 stages of 5 layers: give pp or stages_per_rank less, or another schedule"),
+        ("parallel={pp: 2, schedule: dualpipev}", "set reshard_after_forward: false"),
+        ("parallel={pp: 2, schedule: zbv_zero_bubble, reshard_after_forward: false, recompute: full}",
+         "set recompute: none, or schedule: 1f1b"),
+        ("parallel={pp: 2, schedule: interleaved_zero_bubble, reshard_after_forward: false, reduce: micro_batch}",
+         "set reduce: window"),
+        ("parallel={pp: 2, schedule: gpipe, stages_per_rank: 3}", "puts 1 stage on a rank: leave"),
+        ("parallel={pp: 2, schedule: 1f2b}", "`parallel.schedule` must be"),
         ("parallel.ep=3", "parallel.ep (3) must divide model.n_routed_experts (16)"),
         ("steps=null", "give the budget as either steps or tokens: neither is there"),
         ("steps=0", "`steps` must be greater than 0, not 0"),
@@ -193,13 +201,29 @@ def test_another_architecture_is_not_read_as_ours(changes: dict[str, object], fr
 @pytest.mark.parametrize(
     ("override", "fragment"),
     [
+        (
+            "balance={scope: window, alpha: 1, window_order: forwards_first}",
+            "is not the order of schedule 1f1b",
+        ),
+        ("balance.host_memory=true", "host_memory does not go with pipeline stages"),
+        (
+            "batch={global_batch: 8, micro_batch: 1, noise_scale: {minimum: 2, maximum: 9}}",
+            "set parallel.pp 1, or use ramp",
+        ),
+    ],
+)
+def test_what_does_not_go_with_stages_is_refused(override: str, fragment: str) -> None:
+    assert fragment in sentence_of(lambda: load_config(SMOKE, [override, "parallel.pp=2"]))
+
+
+@pytest.mark.parametrize(
+    ("override", "fragment"),
+    [
         ("engine=deepspeed", "engine: deepspeed does not work yet in this version; use engine=native"),
         ("precision=fp8", "precision: fp8"),
-        ("parallel.pp=2", "parallel.pp: 2"),
         ("parallel.cp=2", "parallel.cp: 2"),
         ("parallel.recompute=selective", "parallel.recompute: selective"),
         ("optimizer.moments=bf16", "optimizer.moments: bf16"),
-        ("checkpoint.async_save=true", "checkpoint.async_save: true"),
     ],
 )
 def test_what_does_not_work_yet_is_refused_in_words(override: str, fragment: str) -> None:
