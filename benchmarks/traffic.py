@@ -69,7 +69,9 @@ def main() -> None:
             found = torch.load(Path(folder, "found"))
         rest = sum(size for kind, size in found.items() if kind not in KINDS)
         rows.append({"layout": name, **{kind: found.get(kind, 0) for kind in KINDS}, "everything else": rest})
-        print(f"| {name} |", " | ".join(f"{value / 2**20:.2f}" for value in list(rows[-1].values())[1:]), "|", flush=True)
+        print(
+            f"| {name} |", " | ".join(f"{value / 2**20:.2f}" for value in list(rows[-1].values())[1:]), "|", flush=True
+        )
     with (ROOT / "benchmarks" / "results" / "traffic.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()

@@ -129,3 +129,20 @@ def test_nor_where_gradients_are_reduced_each_time(scope):
 
 def test_nor_do_more_than_two_ranks_whose_ends_share_the_embedding():
     agree(4, "V3", "sequence", pp=4, schedule="1f1b")
+
+
+def eight(family, scope, schedule, recompute):
+    agree(8, family, scope, pp=2, ep=2, dp_replicate=2, schedule=schedule, recompute=recompute)
+
+
+def test_nor_does_everything_at_once_on_eight_ranks():
+    """Two stages of two copies of which each spreads its experts over two ranks."""
+    eight("V3", "window", "interleaved_1f1b", "full")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["V3", "V2"])
+@pytest.mark.parametrize("scope", ["sequence", "window", "previous"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_nor_in_any_combination_of_it(schedule, scope, family):
+    eight(family, scope, schedule, "none" if schedule in SPLIT_BACKWARD else "full")

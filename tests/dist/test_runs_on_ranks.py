@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from tests.support.runs import SCALES, losses, records, train_on
@@ -45,14 +47,46 @@ def test_a_ramp_and_a_steered_batch_are_the_same_on_two_ranks(tmp_path):
     assert all("noise_scale" in r for r in records(run))
 
 
-@pytest.mark.parametrize(
-    ("first", "then"), [((4, 2, 1), (2, 1, 1)), ((2, 2, 1), (1, 1, 1)), ((1, 1, 1), (4, 2, 2)), ((2, 1, 2), (2, 2, 1))]
-)
-def test_a_run_goes_on_with_its_experts_and_copies_spread_otherwise(tmp_path, first, then):
-    """Processes, expert-parallel ranks and copies, before and after."""
-    more = ("precision=float64", "optimizer.eps=1e-4")
-    want = losses(train_on(1, "671B", tmp_path / "whole", "steps=3", *more))
-    for steps, (world, ep, copies) in ((2, first), (3, then)):
-        layout = (f"parallel.ep={ep}", f"parallel.dp_replicate={copies}")
-        run = train_on(world, "671B", tmp_path / "spread", f"steps={steps}", *more, *layout)
+#: processes, and how the model is spread over them
+LAYOUTS = {
+    "one process": (1,),
+    "sharded over two": (2,),
+    "two copies, experts over two": (4, "parallel.dp_replicate=2", "parallel.ep=2"),
+    "two stages": (2, "parallel.pp=2"),
+    "stages in a V": (2, "parallel.pp=2", "parallel.schedule=dualpipev", "parallel.reshard_after_forward=false"),
+    "two stages, experts over two": (4, "parallel.pp=2", "parallel.ep=2", "parallel.recompute=full"),
+}
+EXACT = ("precision=float64", "optimizer.eps=1e-4", "model.num_hidden_layers=4", "batch.micro_batch=2")
+
+
+def test_one_run_goes_through_all_layouts(tmp_path):
+    """Two steps on each, every one from the checkpoint of the one before: the curve of one process."""
+    want = losses(train_on(1, "671B", tmp_path / "whole", "steps=12", *EXACT))
+    for number, (world, *layout) in enumerate(LAYOUTS.values(), start=1):
+        steps = (f"steps={2 * number}", "schedule.hold=1000")
+        run = train_on(world, "671B", tmp_path / "spread", *steps, *EXACT, *layout)
     assert losses(run) == pytest.approx(want, rel=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("first", LAYOUTS)
+def test_saved_by_any_layout_a_run_goes_on_with_every_other(tmp_path, first):
+    want = losses(train_on(1, "671B", tmp_path / "whole", "steps=4", *EXACT))
+    world, *layout = LAYOUTS[first]
+    train_on(world, "671B", tmp_path / "first", "steps=2", *EXACT, *layout)
+    for number, (other, *then) in enumerate(LAYOUTS.values()):
+        folder = tmp_path / f"{number}"
+        shutil.copytree(tmp_path / "first", folder)
+        got = losses(train_on(other, "671B", folder, "steps=4", *EXACT, *then))
+        assert got == pytest.approx(want, rel=1e-12), (first, number)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])
+def test_stages_in_bf16_have_the_curve_of_one_process_in_bf16(tmp_path, schedule):
+    """fp32 sums of gradients in both; 1e-4: hidden states round alike, gradients of weights in another order."""
+    more = ("steps=4", "precision=bf16", "optimizer.eps=1e-4", "model.num_hidden_layers=4", "batch.micro_batch=4")
+    want = losses(train_on(1, "671B", tmp_path / "1", *more))
+    plan = ("parallel.pp=2", f"parallel.schedule={schedule}", "parallel.reshard_after_forward=false")
+    got = losses(train_on(2, "671B", tmp_path / "2", *more, *plan))
+    assert got == pytest.approx(want, rel=1e-4)
