@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from moetrain.accumulate import Balance, MoEAccumulator, Window
+from moetrain.accumulate import MoEAccumulator, Window
 from tests.support.processes import run_ranks
 from tests.support.small import SPREAD, difference, state
 
 pytest.importorskip("transformers")
 from moetrain.integrations.transformers import transformers_routers
-from tests.parity.test_transformers_accumulation import BOUND, MODELS, batch
+from tests.parity.test_transformers_accumulation import BOUND, MODELS, batch, losses
 
 pytestmark = pytest.mark.dist
 
@@ -42,7 +42,7 @@ def step(rank, world, name, scope, wrapper, recompute, order):
     accumulator = MoEAccumulator(
         wrapped,
         torch.optim.SGD(wrapped.parameters(), lr=0.1),
-        balance=Balance(scope=scope, alpha=0.5, z_loss=0.01, bias_rate=1e-3),
+        balance=losses(scope, transformers_routers(wrapped)),
         routers=transformers_routers(wrapped),
         window_order=order,
     )
