@@ -69,7 +69,7 @@ def train(config: RunConfig, path: Path | None = None) -> Result:
     refuse_unsupported(config)
     with started(
         config.device,
-        need_group=needs_group(config.precision),
+        need_group=needs_group(config.precision, config.parallel),
         dp_replicate=config.parallel.dp_replicate,
         ep=config.parallel.ep,
         pp=config.parallel.pp,
@@ -105,7 +105,8 @@ def _train(config: RunConfig, ranks: Ranks) -> Result:
         scheduler=learning_rate,
         groups=ranks.groups,
         window_order="counting_pass" if config.balance.window_order == "counting_pass" else "forwards_first",
-        host_memory=config.balance.host_memory,
+        offload_activations=config.parallel.offload_activations,
+        device=ranks.device,
         loss_scale=LossScale() if config.precision == "fp16" else None,
         measure_noise=config.batch.noise_scale is not None,
         pipeline=engine.pipeline,

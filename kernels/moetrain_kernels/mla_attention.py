@@ -58,11 +58,11 @@ def _probabilities(q: Tensor, k: Tensor, start: int, later: Tensor, visible: Ten
     return torch.softmax(scores, dim=-1, dtype=stat)
 
 
-class _MLAttention(torch.autograd.Function):
+class _Heads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, kv: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, scale: float, document: Tensor | None
-    ) -> Tensor:
+        ctx: Any, q: Tensor, kv: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         B, T, H, QK = q.shape
         P = k_pe.shape[-1]
         N, V = QK - P, kv.shape[-1] - (QK - P)
@@ -75,29 +75,55 @@ class _MLAttention(torch.autograd.Function):
         K[..., :N].copy_(kvt[..., :N])
         K[..., N:].copy_(rotate_pairs(k_pe, cos, sin, torch.empty_like(k_pe)).unsqueeze(1))
         Vs = kvt[..., N:].reshape(B * H, T, V)
-        Q, K = Q.view(B * H, T, QK), K.view(B * H, T, QK)
-        out = q.new_empty(B * H, T, V)
+        ctx.save_for_backward(cos, sin)
+        ctx.scale, ctx.shape, ctx.P = scale, (B, T, H, QK), P
+        return Q.view(B * H, T, QK), K.view(B * H, T, QK), Vs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dQ: Tensor, dK: Tensor, dV: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        B, T, H, QK = ctx.shape
+        P, V = ctx.P, dV.shape[-1]
+        N = QK - P
+        dQ, dK = dQ.view(B, H, T, QK), dK.view(B, H, T, QK)
+        dq = dQ.new_empty(B, T, H, QK)
+        dqt = dq.transpose(1, 2)
+        torch.mul(dQ[..., :N], ctx.scale, out=dqt[..., :N])
+        cos_q, sin_q = cos.unsqueeze(1) * ctx.scale, sin.unsqueeze(1) * -ctx.scale  # the inverse turn
+        rotate_pairs(dQ[..., N:], cos_q, sin_q, dqt[..., N:])
+        dkv = dQ.new_empty(B, T, H, N + V)
+        dkvt = dkv.transpose(1, 2)
+        dkvt[..., :N].copy_(dK[..., :N])
+        dkvt[..., N:].copy_(dV.view(B, H, T, V))
+        dk = dK[..., N:].sum(1)
+        return dq, dkv, rotate_pairs(dk, cos, -sin, torch.empty_like(dk)), None, None, None
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, Q: Tensor, K: Tensor, Vs: Tensor, heads: int, document: Tensor | None) -> Tensor:
+        BH, T, V = Vs.shape
+        out = Q.new_empty(BH, T, V)
         keep = T <= KEEP_PROBABILITIES and any(ctx.needs_input_grad)
         kept = []
-        later = _later(q)
+        later = _later(Q)
         for start in range(0, T, BLOCK):
             end = min(start + BLOCK, T)
-            p = _probabilities(Q[:, start:end], K[:, :end], start, later, _visible(document, start, end)).to(q.dtype)
+            p = _probabilities(Q[:, start:end], K[:, :end], start, later, _visible(document, start, end)).to(Q.dtype)
             out[:, start:end] = torch.bmm(p, Vs[:, :end])
             if keep:
                 kept.append(p)
-        ctx.save_for_backward(Q, K, Vs, cos, sin, document, *kept)
-        ctx.scale, ctx.shape, ctx.P = scale, (B, T, H, QK), P
-        return out.view(B, H, T, V).transpose(1, 2).reshape(B, T, H * V)
+        ctx.save_for_backward(Q, K, Vs, document, *kept)
+        ctx.heads = heads
+        return out.view(-1, heads, T, V).transpose(1, 2).reshape(-1, T, heads * V)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        Q, K, Vs, cos, sin, document, *kept = ctx.saved_tensors
-        B, T, H, QK = ctx.shape
-        P, V = ctx.P, Vs.shape[-1]
-        N = QK - P
-        dout = dy.view(B, T, H, V).transpose(1, 2).reshape(B * H, T, V)
+        Q, K, Vs, document, *kept = ctx.saved_tensors
+        BH, T, V = Vs.shape
+        dout = dy.view(-1, T, ctx.heads, V).transpose(1, 2).reshape(BH, T, V)
         later = _later(Q)
         dQ = torch.empty_like(Q)
         # from the last block, whose keys are all keys: its products are the whole of dK and dV, to which others add
@@ -114,18 +140,7 @@ class _MLAttention(torch.autograd.Function):
                 # products into a part of a tensor run matrix by matrix; into one of their own, as a batch
                 dV[:, :end] += torch.bmm(p.transpose(1, 2), do)
                 dK[:, :end] += torch.bmm(ds.transpose(1, 2), q)
-        dQ, dK = dQ.view(B, H, T, QK), dK.view(B, H, T, QK)
-        dq = dy.new_empty(B, T, H, QK)
-        dqt = dq.transpose(1, 2)
-        torch.mul(dQ[..., :N], ctx.scale, out=dqt[..., :N])
-        cos_q, sin_q = cos.unsqueeze(1) * ctx.scale, sin.unsqueeze(1) * -ctx.scale  # the inverse turn
-        rotate_pairs(dQ[..., N:], cos_q, sin_q, dqt[..., N:])
-        dkv = dy.new_empty(B, T, H, N + V)
-        dkvt = dkv.transpose(1, 2)
-        dkvt[..., :N].copy_(dK[..., :N])
-        dkvt[..., N:].copy_(dV.view(B, H, T, V))
-        dk = dK[..., N:].sum(1)
-        return dq, dkv, rotate_pairs(dk, cos, -sin, torch.empty_like(dk)), None, None, None, None
+        return dQ, dK, dV, None, None
 
 
 def _later(x: Tensor) -> Tensor:
@@ -139,17 +154,10 @@ def _visible(document: Tensor | None, start: int, end: int) -> Tensor | None:
     return document[:, start:end, None] == document[:, None, :end]
 
 
-def mla_attention(
-    q: Tensor,
-    kv: Tensor,
-    k_pe: Tensor,
-    *,
-    cos: Tensor,
-    sin: Tensor,
-    scale: float,
-    document_ids: Tensor | None = None,
-) -> Tensor:
-    """Causal attention with RoPE on the last P components of every query and on the one shared rotated key.
+def mla_heads(
+    q: Tensor, kv: Tensor, k_pe: Tensor, *, cos: Tensor, sin: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Lays the heads out for ``mla_attend``, with RoPE on the last P components and the scale in the queries.
 
     Args:
         q: [B, T, H, N + P], not rotated yet.
@@ -157,10 +165,18 @@ def mla_attention(
         k_pe: [B, T, P], one head, not rotated yet.
         cos, sin: [B or 1, T, P / 2].
         scale: softmax scale.
-        document_ids: [B, T] integers; a token sees only keys of its own document. None = one document a row.
 
     Returns:
-        [B, T, H * V].
+        queries and keys [B H, T, N + P], values [B H, T, V].
     """
-    y: Tensor = _MLAttention.apply(q, kv, k_pe, cos, sin, scale, document_ids)
+    out: tuple[Tensor, Tensor, Tensor] = _Heads.apply(q, kv, k_pe, cos, sin, scale)
+    return out
+
+
+def mla_attend(Q: Tensor, K: Tensor, Vs: Tensor, *, heads: int, document_ids: Tensor | None = None) -> Tensor:
+    """Causal attention over what ``mla_heads`` gave -> [B, T, H V].
+
+    ``document_ids``: [B, T] integers; a token sees only keys of its own document. None = one document a row.
+    """
+    y: Tensor = _Attend.apply(Q, K, Vs, heads, document_ids)
     return y

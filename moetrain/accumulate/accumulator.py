@@ -45,9 +45,11 @@ class Pipeline(Protocol):
         routers: the whole model's; those of other ranks are never attached to anything.
         all_forwards_first: the schedule's own order.
         traffic: counts what stages send; the accumulator gives its own.
+        held: the context of a forward; the accumulator gives its own.
     """
 
     traffic: Traffic
+    held: Callable[[torch.device], AbstractContextManager[Any]]
 
     @property
     def stages(self) -> Stages: ...
@@ -88,7 +90,8 @@ class MoEAccumulator:
         window_order: how scope ``window`` knows the global counts before the first backward: all ``forwards_first``
             (memory of K forwards; of K times the block inputs where blocks are recomputed), or a ``counting_pass``
             without gradient, whose routing is replayed (memory of one forward, and one forward more).
-        host_memory: with all forwards first on a GPU, what waits for its backward waits in host memory.
+        offload_activations: on a GPU, what waits for its backward waits in host memory.
+        device: where micro-batches are computed; default: where the first trained parameter is.
         loss_scale: dynamic scaling for fp16.
         measure_noise: estimate the gradient noise scale from norms before and after the reduction; on one process
             without groups from the first micro-batch and the whole window.
@@ -113,7 +116,8 @@ class MoEAccumulator:
         reduce: str = "window",
         skip_if: Callable[[float], str | bool | None] | None = None,
         window_order: WindowOrder = "forwards_first",
-        host_memory: bool = False,
+        offload_activations: bool = False,
+        device: torch.device | None = None,
         loss_scale: LossScale | None = None,
         measure_noise: bool = False,
         pipeline: Pipeline | None = None,
@@ -134,7 +138,8 @@ class MoEAccumulator:
         self.max_norm, self.scheduler, self.skip_if = max_norm, scheduler, skip_if
         self.groups = _groups(groups)
         self.window_order, self.loss_scale = window_order, loss_scale
-        self.host_memory = HostMemory() if host_memory else None
+        self.host_memory = HostMemory() if offload_activations else None
+        self.device = device
         self.traffic = Traffic()
         self.pipeline = pipeline
         if routers is None:
@@ -147,9 +152,9 @@ class MoEAccumulator:
             every_micro_batch=reduce == "micro_batch",
             stages=None if pipeline is None else pipeline.stages,
         )
-        self.owner.traffic, self.owner.measures = self.traffic, measure_noise
+        self.owner.traffic, self.owner.measures, self.owner.device = self.traffic, measure_noise, device
         if pipeline is not None:
-            pipeline.traffic = self.traffic
+            pipeline.traffic, pipeline.held = self.traffic, self._held
         for module in model.modules():
             dispatcher: Any = getattr(module, "dispatcher", None)
             if hasattr(dispatcher, "count"):  # one that sends tokens to other ranks
@@ -213,7 +218,7 @@ class MoEAccumulator:
         parameter = next((p for p in self.model.parameters() if p.requires_grad), None)
         if parameter is None:
             raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
-        device = parameter.device
+        device = self.device or parameter.device
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         for router in self.ledger.routers if self.bias_rate else ():
             check_bias(router.bias())
@@ -275,7 +280,8 @@ class MoEAccumulator:
         return sums
 
     def _terms(self, item: MicroBatch, scale: Tensor) -> Tensor:
-        terms = self.loss(self.model, item)
+        with self._held(scale.device):
+            terms = self.loss(self.model, item)
         if not isinstance(terms, Tensor) or terms.shape != scale.shape:
             got = list(terms.shape) if isinstance(terms, Tensor) else type(terms).__name__
             raise ValueError(f"the loss must give a sum for each of its {len(scale)} terms, [{len(scale)}], not {got}")
@@ -308,7 +314,7 @@ class MoEAccumulator:
         held = []
         for item in window:
             self.ledger.slot = item.slot
-            with self.owner.micro_batch(last=False), self._held(scale.device):
+            with self.owner.micro_batch(last=False):
                 held.append(self._terms(item, scale))
         self.ledger.forwards_done()
         sums = torch.stack([terms.detach() for terms in held]).sum(dim=0)

@@ -39,6 +39,7 @@ def grad_norm(
     *,
     extra_groups: Sequence[dist.ProcessGroup] = (),
     traffic: Traffic | None = None,
+    device: torch.device | None = None,
 ) -> Tensor:
     """The 2-norm of all gradients, the same number on every rank; at least fp32, shape [].
 
@@ -46,12 +47,13 @@ def grad_norm(
         parameters: parameters with reduced gradients (missing ones count as zero).
         extra_groups: groups over which the *parameters* themselves are spread (pipeline stages).
         traffic: counts the reductions.
+        device: where ranks can reduce, for gradients that wait elsewhere; default: the parameters'.
     """
     traffic = traffic or Traffic()
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
-    device = torch.device("cpu")
+    parameters = list(parameters)
+    device = device or next((p.device for p in parameters), torch.device("cpu"))
     for p in parameters:
-        device = p.device
         if p.grad is not None:
             by_groups[_splitting_groups(p.grad)].append(local(p.grad))
     total = torch.zeros((), dtype=torch.float32, device=device)
@@ -59,5 +61,5 @@ def grad_norm(
         stat = functools.reduce(torch.promote_types, (g.dtype for g in grads), torch.float32)
         norms = torch._foreach_norm(grads, 2, dtype=stat)
         square = torch.stack([n.to(stat) for n in norms]).square().sum()
-        total = total + traffic.sum(square, groups, "norm")
+        total = total + traffic.sum(square.to(device), groups, "norm")
     return traffic.sum(total, extra_groups, "norm").sqrt()

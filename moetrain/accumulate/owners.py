@@ -50,12 +50,14 @@ class GradientOwner(Protocol):
     Attributes:
         traffic: counts what is sent; the accumulator gives its own.
         measures: whether ``own_square`` is wanted.
+        device: where ranks can reduce, if not where the gradients are.
         own_square: after ``reduce``: squared norm of this rank's own gradient, from before the reduction; None where
             there was none.
     """
 
     traffic: Traffic
     measures: bool
+    device: torch.device | None
     own_square: Tensor | None
 
     def begin(self, *, all_forwards_first: bool) -> None:
@@ -110,6 +112,7 @@ class PlainOwner:
     ) -> None:
         self.model, self.optimizer, self.groups, self.stages = model, optimizer, tuple(groups), stages
         self.traffic, self.measures = Traffic(), False
+        self.device: torch.device | None = None
         self.own_square: Tensor | None = None
         self.half: list[nn.Parameter] = []
 
@@ -139,7 +142,11 @@ class PlainOwner:
     def _sum_copies(self) -> None:
         copy = None if self.stages is None else self.stages.copy
         if self.stages is not None and copy is not None and copy.grad is not None:
-            self.traffic.sum(local(copy.grad), self.stages.copy_groups, "gradients")
+            own = local(copy.grad)
+            there = own if self.device is None else own.to(self.device)
+            self.traffic.sum(there, self.stages.copy_groups, "gradients")
+            if there is not own:  # gradients wait on the host
+                own.copy_(there)
 
     def _sum_over_ranks(self) -> None:
         grads = _every_gradient(self.model)
@@ -160,10 +167,10 @@ class PlainOwner:
 
     def norm(self) -> Tensor:
         if self.stages is None:
-            return grad_norm(self.model.parameters(), traffic=self.traffic)
+            return grad_norm(self.model.parameters(), traffic=self.traffic, device=self.device)
         elsewhere = None if self.stages.counted else self.stages.copy
         parameters = (p for p in self.model.parameters() if p is not elsewhere)
-        return grad_norm(parameters, extra_groups=self.stages.groups, traffic=self.traffic)
+        return grad_norm(parameters, extra_groups=self.stages.groups, traffic=self.traffic, device=self.device)
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:

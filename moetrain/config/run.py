@@ -190,8 +190,8 @@ class BalanceConfig(Section):
     ``zero_centred`` keeps the mean of the bias at 0.
 
     Scope ``window`` knows the global counts by running all ``forwards_first`` (what waits for its backward
-    may wait in ``host_memory``) or by a ``counting_pass`` (one forward more, no memory); ``auto``: the first
-    where the pipeline schedule allows it.
+    may wait on the host: ``parallel.offload_activations``) or by a ``counting_pass`` (one forward more, no
+    memory); ``auto``: the first where the pipeline schedule allows it.
     """
 
     scope: Literal["sequence", "micro_batch", "running", "previous", "window"] = "sequence"
@@ -202,7 +202,6 @@ class BalanceConfig(Section):
     bias_rate: Piecewise = Piecewise(((0.0, 0.0),))
     zero_centred: Truth = False
     window_order: Literal["auto", "forwards_first", "counting_pass"] = "auto"
-    host_memory: Truth = False
 
 
 class MtpConfig(Section):
@@ -229,10 +228,12 @@ FORWARDS_FIRST = ("gpipe", "looped_bfs")
 class ParallelConfig(Section):
     """How a run is spread. ``world_size`` is what the file was written for (null: any number of processes).
 
-    ``dp_shard`` -1 takes the ranks that are left. ``recompute`` trades compute for activations. ``reduce:
-    window`` reduces gradients once a window, ``micro_batch`` at every micro-batch (less memory, more
-    traffic). ``pp`` pipeline ranks hold ``stages_per_rank`` stages each (default: as many as ``schedule``
-    needs). A collective that waits longer than ``timeout_s`` for a rank ends the run.
+    ``dp_shard`` -1 takes the ranks that are left. ``pp`` pipeline ranks hold ``stages_per_rank`` stages each
+    (default: as many as ``schedule`` needs). ``recompute`` trades compute for activations: ``selective`` makes
+    norms and MLA's up-projections again, ``full`` whole blocks. ``offload_activations`` lets activations wait in
+    host memory (GPU only), ``offload_states`` keeps parameters, gradients and optimizer states there between
+    their uses. ``reduce: window`` reduces gradients once a window, ``micro_batch`` at every micro-batch (less
+    memory, more traffic). A collective that waits longer than ``timeout_s`` for a rank ends the run.
     """
 
     world_size: Positive | None = None
@@ -246,6 +247,8 @@ class ParallelConfig(Section):
     recompute: Literal["none", "selective", "full"] = "none"
     reduce: Literal["window", "micro_batch"] = "window"
     reshard_after_forward: Truth = True
+    offload_activations: Truth = False
+    offload_states: Truth = False
     timeout_s: PositiveReal = 600.0
 
     @property
@@ -277,6 +280,11 @@ class ParallelConfig(Section):
     def _consistent(self) -> ParallelConfig:
         if self.dp_shard != -1 and self.dp_shard < 1:
             raise ValueError(f"dp_shard ({self.dp_shard}) must be at least 1, or -1 for the ranks that are left")
+        if self.offload_activations and self.recompute == "selective":
+            raise ValueError(
+                "offload_activations with recompute: selective would keep on the device what selective computes again: "
+                "set recompute to full or none"
+            )
         fixed = self.pp * self.dp_replicate * self.cp * max(self.dp_shard, 1)
         if self.world_size and (self.world_size % fixed or (self.dp_shard != -1 and self.world_size != fixed)):
             raise ValueError(
@@ -371,7 +379,7 @@ class RunConfig(Section):
             )
         return name
 
-    def _pipeline(self) -> None:
+    def _layouts(self) -> None:
         parallel = self.parallel
         if parallel.pp == 1:
             return
@@ -385,8 +393,6 @@ class RunConfig(Section):
                 f"balance.window_order forwards_first is not the order of schedule {parallel.schedule}: use "
                 "counting_pass, or schedule gpipe or looped_bfs"
             )
-        if self.balance.host_memory:
-            raise ValueError("balance.host_memory does not go with pipeline stages: set it to false, or parallel.pp 1")
         if self.batch.noise_scale:
             raise ValueError("batch.noise_scale needs the whole gradient on each rank: set parallel.pp 1, or use ramp")
 
@@ -416,7 +422,7 @@ class RunConfig(Section):
                 f"parallel.ep ({self.parallel.ep}) must divide model.n_routed_experts ({model.n_routed_experts}), "
                 "or ranks would hold different numbers of experts"
             )
-        self._pipeline()
+        self._layouts()
         if self.batch.noise_scale:
             if self.parallel.reduce == "micro_batch":
                 raise ValueError("batch.noise_scale needs parallel.reduce: window, which has each rank's own gradient")

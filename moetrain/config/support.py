@@ -20,11 +20,6 @@ def unsupported(config: RunConfig) -> list[tuple[str, str]]:
             "precision=fp32 or precision=bf16",
         ),
         (parallel.cp > 1, f"parallel.cp: {parallel.cp}", "parallel.cp=1"),
-        (
-            parallel.recompute == "selective",
-            "parallel.recompute: selective",
-            "parallel.recompute=none or full",
-        ),
         (config.optimizer.moments == "bf16", "optimizer.moments: bf16", "optimizer.moments=fp32"),
     ]
     return [(what, instead) for wanted, what, instead in table if wanted]

@@ -40,7 +40,10 @@ class NativeEngine:
             model.init_weights(config.seed, device="cpu")
         else:
             model = load(stored)
-        self.model: DeepSeek = model.to(ranks.device)
+        self.model: DeepSeek = model if config.parallel.offload_states else model.to(ranks.device)
+        for module in model.modules():  # parameters come to the device for each use, buffers stay there
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(ranks.device))
         self.model.train()
         length = config.data.seq_len
         applied = spread(self.model, config.parallel, config.precision, ranks, seq_len=length)

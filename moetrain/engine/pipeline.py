@@ -8,8 +8,8 @@ schedule's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -75,6 +75,7 @@ class Pipeline:
         self.model, self.loss, self.config, self.dtype, self.device = model, loss, config, dtype, ranks.device
         self.pipe = ranks.pipe.get_group()
         self.traffic = Traffic()
+        self.held: Callable[[torch.device], AbstractContextManager[Any]] = lambda device: nullcontext()
         parts = cut(model.config, config.stages, seq_len)
         own = stages_of(config, ranks.pipe.get_local_rank())
         self.parts = {number: parts[number] for number in own}
@@ -129,7 +130,8 @@ class Pipeline:
         assert self.window is not None
         item = self.window[slot]
         hidden = None if part.first else x
-        out: Tensor = self.model(item.input_ids, part=part, hidden=hidden, **self.loss.inputs(item))
+        with self.held(self.device):
+            out: Tensor = self.model(item.input_ids, part=part, hidden=hidden, **self.loss.inputs(item))
         return out
 
     @contextmanager

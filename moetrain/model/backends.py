@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moetrain.model.rope import Rotation
 from moetrain_kernels.grouped_ffn import grouped_swiglu
-from moetrain_kernels.mla_attention import mla_attention
+from moetrain_kernels.mla_attention import mla_attend, mla_heads
 
 
 class Routed(NamedTuple):
@@ -32,12 +32,19 @@ class Routed(NamedTuple):
     counts_E: Tensor
 
 
-class Attention(Protocol):
-    """q [B, T, H, N + P], kv [B, T, H, N + V], k_pe [B, T, P] -> [B, T, H * V]; rotation is applied inside."""
+Heads = tuple[Tensor, Tensor, Tensor]
 
-    def __call__(
-        self, q: Tensor, kv: Tensor, k_pe: Tensor, rotation: Rotation, scale: float, document_ids: Tensor | None
-    ) -> Tensor: ...
+
+class Attention(Protocol):
+    """Multi-head attention in two steps, since what lies between them is large and cheap to make again."""
+
+    def heads(self, q: Tensor, kv: Tensor, k_pe: Tensor, rotation: Rotation, scale: float) -> Heads:
+        """q [B, T, H, N + P], kv [B, T, H, N + V], k_pe [B, T, P] -> queries, keys, values, rotated."""
+        ...
+
+    def attend(self, heads: Heads, count: int, scale: float, document_ids: Tensor | None) -> Tensor:
+        """-> [B, T, H * V], with ``count`` heads."""
+        ...
 
 
 class Experts(Protocol):
@@ -46,36 +53,36 @@ class Experts(Protocol):
     def __call__(self, routed: Routed, gate_up: Tensor, down: Tensor, *, in_place_grad: bool) -> Tensor: ...
 
 
-def blocked_attention(
-    q: Tensor, kv: Tensor, k_pe: Tensor, rotation: Rotation, scale: float, document_ids: Tensor | None
-) -> Tensor:
+class BlockedAttention:
     """The project's own core: blocks of queries, no fused kernel needed, every dtype."""
-    return mla_attention(q, kv, k_pe, cos=rotation.cos, sin=rotation.sin, scale=scale, document_ids=document_ids)
+
+    def heads(self, q: Tensor, kv: Tensor, k_pe: Tensor, rotation: Rotation, scale: float) -> Heads:
+        return mla_heads(q, kv, k_pe, cos=rotation.cos, sin=rotation.sin, scale=scale)
+
+    def attend(self, heads: Heads, count: int, scale: float, document_ids: Tensor | None) -> Tensor:
+        return mla_attend(*heads, heads=count, document_ids=document_ids)
 
 
-def sdpa_attention(
-    q: Tensor, kv: Tensor, k_pe: Tensor, rotation: Rotation, scale: float, document_ids: Tensor | None
-) -> Tensor:
+class SdpaAttention:
     """torch's scaled_dot_product_attention, which picks a fused CUDA kernel where one takes these head sizes."""
-    P = k_pe.shape[-1]
-    N = q.shape[-1] - P
-    cos, sin = rotation.cos.to(q.dtype), rotation.sin.to(q.dtype)
-    k_rot = _rotated(k_pe, cos, sin).unsqueeze(2).expand(-1, -1, q.shape[2], -1)
-    q = torch.cat([q[..., :N], _rotated(q[..., N:], cos.unsqueeze(2), sin.unsqueeze(2))], dim=-1)
-    k = torch.cat([kv[..., :N], k_rot], dim=-1)
-    mask = None
-    if document_ids is not None:
-        same = document_ids[:, :, None] == document_ids[:, None, :]
-        mask = same.tril().unsqueeze(1)
-    y = F.scaled_dot_product_attention(
-        rearrange(q, "b t h d -> b h t d"),
-        rearrange(k, "b t h d -> b h t d"),
-        rearrange(kv[..., N:], "b t h v -> b h t v"),
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-    )
-    return rearrange(y, "b h t v -> b t (h v)")
+
+    def heads(self, q: Tensor, kv: Tensor, k_pe: Tensor, rotation: Rotation, scale: float) -> Heads:
+        P = k_pe.shape[-1]
+        N = q.shape[-1] - P
+        cos, sin = rotation.cos.to(q.dtype), rotation.sin.to(q.dtype)
+        k_rot = _rotated(k_pe, cos, sin).unsqueeze(2).expand(-1, -1, q.shape[2], -1)
+        q = torch.cat([q[..., :N], _rotated(q[..., N:], cos.unsqueeze(2), sin.unsqueeze(2))], dim=-1)
+        k = torch.cat([kv[..., :N], k_rot], dim=-1)
+        q, k, v = (rearrange(x, "b t h d -> b h t d") for x in (q, k, kv[..., N:]))
+        return q, k, v
+
+    def attend(self, heads: Heads, count: int, scale: float, document_ids: Tensor | None) -> Tensor:
+        mask = None
+        if document_ids is not None:
+            same = document_ids[:, :, None] == document_ids[:, None, :]
+            mask = same.tril().unsqueeze(1)
+        y = F.scaled_dot_product_attention(*heads, attn_mask=mask, is_causal=mask is None, scale=scale)
+        return rearrange(y, "b h t v -> b t (h v)")
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -119,10 +126,10 @@ class Backend(NamedTuple):
     def for_device(cls, device: torch.device, dtype: torch.dtype) -> Backend:
         """CUDA takes torch's fused attention, and grouped products in bf16; everything else the project's own."""
         if device.type == "cuda" and dtype == torch.bfloat16:
-            return cls(sdpa_attention, grouped_mm_experts, "attention: torch sdpa, experts: torch grouped_mm")
+            return cls(SdpaAttention(), grouped_mm_experts, "attention: torch sdpa, experts: torch grouped_mm")
         if device.type == "cuda":
-            return cls(sdpa_attention, looped_experts, "attention: torch sdpa, experts: a product each")
+            return cls(SdpaAttention(), looped_experts, "attention: torch sdpa, experts: a product each")
         return REFERENCE
 
 
-REFERENCE = Backend(blocked_attention, looped_experts, "attention: blocked, experts: a product each")
+REFERENCE = Backend(BlockedAttention(), looped_experts, "attention: blocked, experts: a product each")

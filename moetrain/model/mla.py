@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from moetrain.config.model import ModelConfig
-from moetrain.model.backends import REFERENCE, Attention
+from moetrain.model.backends import REFERENCE, Attention, Heads
 from moetrain.model.layers import Linear, RMSNorm
 from moetrain.model.rope import Rotation, softmax_scale
 
@@ -37,15 +37,17 @@ class MLA(nn.Module):
         self.o_proj = Linear(h * config.v_head_dim, d)
 
     def forward(self, x_BTD: Tensor, rotation: Rotation, document_ids: Tensor | None) -> Tensor:
-        B, T, _ = x_BTD.shape
-        if self.compressed_query:
-            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BTD)))
-        else:
-            q = self.q_proj(x_BTD)
+        q = self.q_a_proj(x_BTD) if self.compressed_query else self.q_proj(x_BTD)
         latent, k_pe = self.kv_a_proj_with_mqa(x_BTD).split([self.latent, self.rope], dim=-1)
-        kv = self.kv_b_proj(self.kv_a_layernorm(latent))
-        y = self.attention(
-            q.view(B, T, self.heads, -1), kv.view(B, T, self.heads, -1), k_pe, rotation, self.scale, document_ids
-        )
-        y_BTD: Tensor = self.o_proj(y)
+        heads = self.expand(q, latent, k_pe, *rotation)
+        y_BTD: Tensor = self.o_proj(self.attention.attend(heads, self.heads, self.scale, document_ids))
         return y_BTD
+
+    def expand(self, q: Tensor, latent: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor) -> Heads:
+        """Queries, keys and values of all heads from the small latents (q is one where queries are compressed)."""
+        B, T, _ = latent.shape
+        if self.compressed_query:
+            q = self.q_b_proj(self.q_a_layernorm(q))
+        kv = self.kv_b_proj(self.kv_a_layernorm(latent))
+        q, kv = q.view(B, T, self.heads, -1), kv.view(B, T, self.heads, -1)
+        return self.attention.heads(q, kv, k_pe, Rotation(cos, sin), self.scale)

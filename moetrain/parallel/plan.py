@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from moetrain.config.run import SPLIT_BACKWARD, ParallelConfig
 from moetrain.model import Backend, DeepSeek
@@ -20,7 +20,7 @@ from moetrain.model.gate import Gate
 from moetrain.model.moe import MoE
 from moetrain.parallel.ep import spread_experts
 from moetrain.parallel.ranks import Ranks
-from moetrain.parallel.recompute import recompute_in_backward
+from moetrain.parallel.recompute import recompute_in_backward, recompute_what_is_cheap
 from moetrain.parallel.stages import cut, keep, stages_of
 
 #: precision -> (dtype of the parameters that the optimizer steps, dtype of the computation)
@@ -32,10 +32,10 @@ DTYPES = {
 }
 
 
-def needs_group(precision: str) -> bool:
-    """Half precision keeps fp32 master weights in FSDP2, which wants a process group even of one."""
+def needs_group(precision: str, config: ParallelConfig) -> bool:
+    """FSDP2 keeps fp32 master weights for half precision, and states on the host; it wants a group even of one."""
     stored, computed = DTYPES[precision]
-    return stored != computed
+    return stored != computed or config.offload_states
 
 
 def spread(model: DeepSeek, config: ParallelConfig, precision: str, ranks: Ranks, *, seq_len: int = 4096) -> list[str]:
@@ -65,14 +65,18 @@ def spread(model: DeepSeek, config: ParallelConfig, precision: str, ranks: Ranks
 
     blocks: list[Any] = [m for m in model.layers if m is not None]  # None: another stage's
     blocks += [module.block for module in model.mtp]
-    if config.recompute == "full":
+    if config.recompute != "none":
         for block in blocks:
-            recompute_in_backward(block)
-        applied.append(f"recompute: {len(blocks)} blocks")
+            recompute_in_backward(block) if config.recompute == "full" else recompute_what_is_cheap(block)
+        what = "whole" if config.recompute == "full" else "norms and up-projections (SwiGLU's always)"
+        applied.append(f"recompute: {len(blocks)} blocks, {what}")
 
     if ranks.mesh is not None:
         policy = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=stored) if stored != computed else None
         shard: dict[str, Any] = {"mesh": ranks.mesh, "reshard_after_forward": config.reshard_after_forward}
+        if config.offload_states:
+            shard["offload_policy"] = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
+            applied.append("parameters, gradients and optimizer states in host memory")
         if policy is not None:
             # routers stay in fp32: their own group, without a cast
             for gate in (m for m in model.modules() if isinstance(m, Gate)):

@@ -137,6 +137,8 @@ def rank_states(config: RunConfig, ranks: int) -> States:
     held = {"none": 0, "cpu": 0, "nvme": 0}
     for width, stage, place in parts:
         held[place] += parameters * width // (shards if zero >= stage else 1)
+    if config.engine == "native" and config.parallel.offload_states:
+        return States(device=0, host=held["none"])
     return States(device=held["none"], host=held["cpu"])
 
 

@@ -77,6 +77,11 @@ def test_nor_in_the_other_families_nor_with_recompute(family):
     agree(2, family, "window", 2, recompute="full")
 
 
+@pytest.mark.parametrize(("world", "ep"), [(2, 1), (4, 2)])
+def test_nor_where_only_what_is_cheap_is_computed_again(world, ep):
+    agree(world, "V3", "window", ep, recompute="selective")
+
+
 def test_nor_when_gradients_are_reduced_each_time():
     agree(4, "V3", "sequence", 2, reduce="micro_batch")
 

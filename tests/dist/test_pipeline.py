@@ -112,9 +112,10 @@ def test_nor_with_experts_spread_in_each_stage(schedule, scope):
     agree(4, "V3", scope, pp=2, ep=2, schedule=schedule)
 
 
+@pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs"])
-def test_nor_with_recompute(schedule):
-    agree(4, "V3", "window", pp=2, schedule=schedule, recompute="full")
+def test_nor_with_recompute(schedule, recompute):
+    agree(4, "V3", "window", pp=2, schedule=schedule, recompute=recompute)
 
 
 @pytest.mark.parametrize("family", ["V2", "V2-Lite"])

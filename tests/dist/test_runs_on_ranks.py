@@ -90,3 +90,12 @@ def test_stages_in_bf16_have_the_curve_of_one_process_in_bf16(tmp_path, schedule
     plan = ("parallel.pp=2", f"parallel.schedule={schedule}", "parallel.reshard_after_forward=false")
     got = losses(train_on(2, "671B", tmp_path / "2", *more, *plan))
     assert got == pytest.approx(want, rel=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["float64", "bf16"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_states_in_host_memory_change_nothing(tmp_path, world, precision):
+    more = ("steps=3", f"precision={precision}", "optimizer.eps=1e-4", "checkpoint.every=2")
+    want = losses(train_on(world, "671B", tmp_path / "device", *more))
+    got = losses(train_on(world, "671B", tmp_path / "host", *more, "parallel.offload_states=true"))
+    assert len(got) == 3 and got == pytest.approx(want, rel=1e-12)

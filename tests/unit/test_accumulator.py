@@ -323,7 +323,7 @@ def test_a_step_that_cannot_train_says_why():
     batch = global_batch()
     with pytest.raises(ValueError, match="labels must be token ids, or -100"):
         Window([{**batch, "labels": batch["labels"].masked_fill(batch["labels"] == -100, -1)}])
-    with pytest.raises(ValueError, match="input_ids must be token ids, torch.int64"):
+    with pytest.raises(ValueError, match=r"input_ids must be token ids, torch\.int64"):
         Window([{**batch, "input_ids": batch["input_ids"].float()}])
     for size in (0, 2.5):
         with pytest.raises(ValueError, match="whole number from 1 on"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moetrain.model.backends import REFERENCE, Backend, grouped_mm_experts, looped_experts, sdpa_attention
+from moetrain.model.backends import REFERENCE, Backend, SdpaAttention, grouped_mm_experts, looped_experts
 from moetrain.model.dispatch import LocalDispatcher
 from moetrain.model.rope import Rotation
 from tests.support.small import V3, global_batch, model
@@ -21,8 +21,9 @@ def test_attention(tokens, documents):
     ids = (torch.rand(2, tokens, generator=g) < 0.1).cumsum(1) if documents else None
     weight = torch.randn(2, tokens, 21, generator=g, dtype=torch.float64)
     found = []
-    for attention in (REFERENCE.attention, sdpa_attention):
-        y = attention(q, kv, k_pe, Rotation(angle.cos(), angle.sin()), 0.3, ids)
+    for attention in (REFERENCE.attention, SdpaAttention()):
+        heads = attention.heads(q, kv, k_pe, Rotation(angle.cos(), angle.sin()), 0.3)
+        y = attention.attend(heads, 3, 0.3, ids)
         found.append([y, *torch.autograd.grad((y * weight).sum(), (q, kv, k_pe))])
     for ours, theirs in zip(*found, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-10, atol=1e-10)
@@ -51,9 +52,9 @@ def test_experts(starved):
 def test_the_choice_is_made_by_device_and_dtype():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert Backend.for_device(cpu, torch.float32).experts is looped_experts
-    assert Backend.for_device(cuda, torch.bfloat16) == (
-        sdpa_attention, grouped_mm_experts, "attention: torch sdpa, experts: torch grouped_mm",
-    )  # fmt: skip
+    fused = Backend.for_device(cuda, torch.bfloat16)
+    assert isinstance(fused.attention, SdpaAttention) and fused.experts is grouped_mm_experts
+    assert fused.describe == "attention: torch sdpa, experts: torch grouped_mm"
     assert Backend.for_device(cuda, torch.float32).experts is looped_experts
 
 

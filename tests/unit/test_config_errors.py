@@ -52,6 +52,7 @@ def sentence_of(action: Callable[[], object]) -> str:
         ("parallel={pp: 2, schedule: interleaved_zero_bubble, reshard_after_forward: false, reduce: micro_batch}",
          "set reduce: window"),
         ("parallel={pp: 2, schedule: gpipe, stages_per_rank: 3}", "puts 1 stage on a rank: leave"),
+        ("parallel={recompute: selective, offload_activations: true}", "set recompute to full or none"),
         ("parallel={pp: 2, schedule: 1f2b}", "`parallel.schedule` must be"),
         ("parallel.ep=3", "parallel.ep (3) must divide model.n_routed_experts (16)"),
         ("steps=null", "give the budget as either steps or tokens: neither is there"),
@@ -205,7 +206,6 @@ def test_another_architecture_is_not_read_as_ours(changes: dict[str, object], fr
             "balance={scope: window, alpha: 1, window_order: forwards_first}",
             "is not the order of schedule 1f1b",
         ),
-        ("balance.host_memory=true", "host_memory does not go with pipeline stages"),
         (
             "batch={global_batch: 8, micro_batch: 1, noise_scale: {minimum: 2, maximum: 9}}",
             "set parallel.pp 1, or use ramp",
@@ -222,7 +222,6 @@ def test_what_does_not_go_with_stages_is_refused(override: str, fragment: str) -
         ("engine=deepspeed", "engine: deepspeed does not work yet in this version; use engine=native"),
         ("precision=fp8", "precision: fp8"),
         ("parallel.cp=2", "parallel.cp: 2"),
-        ("parallel.recompute=selective", "parallel.recompute: selective"),
         ("optimizer.moments=bf16", "optimizer.moments: bf16"),
     ],
 )

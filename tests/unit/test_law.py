@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moetrain.accumulate import Balance, Window, held
-from moetrain.parallel.recompute import recompute_in_backward
+from moetrain.parallel.recompute import recompute_in_backward, recompute_what_is_cheap
 from tests.support.small import (
     FAMILIES,
     V3,
@@ -32,7 +32,7 @@ def run(config, scope, sizes, *, recompute=False, in_place=False, steps=3, **kwa
     m.set_in_place_gradients(in_place)
     if recompute:
         for block in [*m.layers, *(k.block for k in m.mtp)]:
-            recompute_in_backward(block)
+            recompute_what_is_cheap(block) if recompute == "selective" else recompute_in_backward(block)
     accumulator = sgd(m, config, every_loss(config, scope), **kwargs)
     reports = [accumulator.step(window(sizes)) for _ in range(steps)]
     return reports, state(m)
@@ -45,10 +45,11 @@ def big_batch(request):
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("how", ["plain", "recompute", "in place", "recompute in place"])
-def test_micro_batches_change_nothing(big_batch, cut, how):
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("recompute", [False, True, "selective"])
+def test_micro_batches_change_nothing(big_batch, cut, recompute, in_place):
     config, scope, reports, parameters = big_batch
-    got, cut_parameters = run(config, scope, CUTS[cut], recompute="recompute" in how, in_place="in place" in how)
+    got, cut_parameters = run(config, scope, CUTS[cut], recompute=recompute, in_place=in_place)
     for a, b in zip(got, reports, strict=True):
         same_report(a, b, 1e-12)
     assert difference(cut_parameters, parameters) < 1e-12
@@ -72,7 +73,7 @@ def test_activations_that_wait_in_host_memory_come_back_as_they_were(recompute, 
     monkeypatch.setattr(held, "SMALLEST", 1)  # also those of a tiny model
     monkeypatch.setattr(held.HostMemory, "holding", lambda self, device: self.hooks())  # also on a CPU
     monkeypatch.setattr(held.HostMemory, "_pack", counted(moved := [], held.HostMemory._pack))
-    got, held_parameters = run(V3, "window", [2, 4], recompute=recompute, host_memory=True)
+    got, held_parameters = run(V3, "window", [2, 4], recompute=recompute, offload_activations=True)
     assert difference(held_parameters, parameters) == 0.0 and float(got[-1].total) == float(want[-1].total)
     # with recompute blocks keep their inputs alone (and positions and the like), without it all that autograd saves
     inputs = sum(rows_ * 12 * V3.hidden_size * 8 for rows_ in (2, 4)) * (V3.num_hidden_layers + 1)
