@@ -1,0 +1,280 @@
+"""Training step on two processes against transformers under DDP, FSDP2 and DeepSpeed ZeRO: tokens/s and peak memory.
+
+    python benchmarks/ranks.py --shape small --rounds 5
+
+As in step.py, each side lives in processes of its own (two of them here, over gloo, one thread each), steps only when
+it is its turn, and ratios are taken round by round. Every rank has its own micro-batches; the losses of the first step
+are compared before anything is timed. DeepSpeed's sides need deepspeed and take part only where it is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.util
+import multiprocessing as mp
+import os
+import platform
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from step import ADAMW, COMMON, ROWS, SHAPES, TOKENS, WINDOW, batches
+
+RANKS = 2
+Step = Callable[[int], float]
+
+
+def own_batches(i: int, vocabulary: int, rank: int) -> list[Any]:
+    return batches(i * RANKS + rank, vocabulary)
+
+
+def moetrain(how: str) -> Callable[[str, int, int], Step]:
+    def build(folder: str, vocabulary: int, rank: int) -> Step:
+        import torch
+
+        from moetrain import MoEAccumulator, Window, from_pretrained, reuse_host_memory
+        from moetrain.config.run import ParallelConfig
+        from moetrain.model import DeepSeekLoss
+        from moetrain.parallel.plan import spread
+        from moetrain.parallel.ranks import Ranks, meshes
+
+        reuse_host_memory()  # as the trainer does on CPU
+        model = from_pretrained(folder)
+        if how == "replicated":
+            model.set_in_place_gradients(True)
+        else:
+            ep = 2 if how == "experts" else 1
+            ranks = Ranks(rank, RANKS, torch.device("cpu"), *meshes("cpu", RANKS, ep=ep))
+            spread(model, ParallelConfig(ep=ep), "fp32", ranks)
+        optimizer = torch.optim.AdamW(groups_of(model), **ADAMW)
+        accumulator = MoEAccumulator(model, optimizer, loss=DeepSeekLoss(model.config), max_norm=1.0)
+
+        def step(i: int) -> float:
+            window = Window({"input_ids": x, "labels": x} for x in own_batches(i, vocabulary, rank))
+            return float(accumulator.step(window).total)
+
+        return step
+
+    return build
+
+
+def groups_of(model: Any) -> Any:
+    """torch's fused step takes parameters of one mesh at a time."""
+    meshes: dict[Any, list[Any]] = {}
+    for p in model.parameters():
+        meshes.setdefault(getattr(p, "device_mesh", None), []).append(p)
+    return [{"params": params} for params in meshes.values()]
+
+
+def theirs(folder: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa", experts_implementation="grouped_mm"
+    )
+    model.config.use_cache = False
+    return model.train()
+
+
+def transformers(how: str) -> Callable[[str, int, int], Step]:
+    """The usual loops: mean losses divided by the number of micro-batches, gradients synchronised in the last one."""
+
+    def build(folder: str, vocabulary: int, rank: int) -> Step:
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.fsdp import fully_shard
+        from torch.nn.parallel import DistributedDataParallel
+
+        model = theirs(folder)
+        if how == "ddp":
+            model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        else:
+            for layer in model.model.layers:
+                fully_shard(layer)
+            fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+
+        def step(i: int) -> float:
+            total = torch.zeros(())
+            for m, x in enumerate(own_batches(i, vocabulary, rank)):
+                last = m == WINDOW - 1
+                if how == "ddp":
+                    model.require_backward_grad_sync = last
+                else:
+                    model.set_requires_gradient_sync(last)
+                loss = model(input_ids=x, labels=x).loss / WINDOW
+                loss.backward()
+                total += loss.detach()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            dist.all_reduce(total)
+            return float(total) / RANKS
+
+        return step
+
+    return build
+
+
+def deepspeed_zero(stage: int) -> Callable[[str, int, int], Step]:
+    def build(folder: str, vocabulary: int, rank: int) -> Step:
+        import deepspeed
+        import torch
+        import torch.distributed as dist
+
+        deepspeed.init_distributed(dist_backend="gloo")
+        model = theirs(folder)
+        adamw = {**ADAMW, "betas": list(ADAMW["betas"])}
+        adamw.pop("fused")
+        config = {
+            "train_micro_batch_size_per_gpu": ROWS,
+            "gradient_accumulation_steps": WINDOW,
+            "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": stage},
+            "optimizer": {"type": "AdamW", "params": {**adamw, "torch_adam": True}},
+            "steps_per_print": 10**9,
+        }
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+        def step(i: int) -> float:
+            total = torch.zeros(())
+            for x in own_batches(i, vocabulary, rank):
+                loss = engine(input_ids=x, labels=x).loss
+                engine.backward(loss)
+                engine.step()
+                total += loss.detach() / WINDOW
+            dist.all_reduce(total)
+            return float(total) / RANKS
+
+        return step
+
+    return build
+
+
+SIDES: dict[str, Callable[[str, int, int], Step]] = {
+    "moetrain, replicated": moetrain("replicated"),
+    "moetrain, FSDP2": moetrain("fsdp"),
+    "moetrain, FSDP2, experts over 2": moetrain("experts"),
+    "transformers, DDP": transformers("ddp"),
+    "transformers, FSDP2": transformers("fsdp"),
+    "transformers, ZeRO-1": deepspeed_zero(1),
+    "transformers, ZeRO-2": deepspeed_zero(2),
+    "transformers, ZeRO-3": deepspeed_zero(3),
+}
+
+
+def worker(side: str, folder: str, vocabulary: int, rank: int, port: int, pipe: Connection) -> None:
+    """Steps when told to; answers (loss, seconds, peak resident MiB)."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu",
+    }  # fmt: skip
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    step = SIDES[side](folder, vocabulary, rank)
+    pipe.send("ready")
+    while (i := pipe.recv()) is not None:
+        dist.barrier()
+        start = time.perf_counter()
+        loss = step(i)
+        seconds = time.perf_counter() - start
+        pipe.send((loss, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
+
+
+def measure(shape: str, sides: list[str], rounds: int) -> list[dict[str, Any]]:
+    import torch
+
+    from moetrain import save_pretrained
+    from moetrain.config.model import ModelConfig
+    from moetrain.model import DeepSeek
+
+    config = ModelConfig(**COMMON, **SHAPES[shape])
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        model = DeepSeek(config)
+        model.init_weights(0)
+        save_pretrained(model, folder)
+        del model
+        pipes: dict[str, list[Connection]] = {}
+        processes = []
+        for number, side in enumerate(sides):
+            pipes[side] = []
+            for rank in range(RANKS):
+                ours, their = context.Pipe()
+                arguments = (side, folder, config.vocab_size, rank, 29870 + number, their)
+                process = context.Process(target=worker, args=arguments, daemon=True)
+                process.start()
+                pipes[side].append(ours)
+                processes.append(process)
+            assert all(pipe.recv() == "ready" for pipe in pipes[side])
+        seconds: dict[str, list[float]] = {side: [] for side in sides}
+        peak: dict[str, float] = {}
+        for i in range(rounds + 2):
+            losses = {}
+            for side in sides:
+                for pipe in pipes[side]:
+                    pipe.send(i)
+                answers = [pipe.recv() for pipe in pipes[side]]
+                losses[side] = answers[0][0]
+                peak[side] = max(answer[2] for answer in answers)
+                if i >= 2:  # two warm-up rounds
+                    seconds[side].append(max(answer[1] for answer in answers))
+            if i == 0 and max(losses.values()) - min(losses.values()) > 1e-4 * max(losses.values()):
+                raise SystemExit(f"the sides do not compute the same loss: {losses}")
+        for side in sides:
+            for pipe in pipes[side]:
+                pipe.send(None)
+        for process in processes:
+            process.join(20)
+    tokens = RANKS * WINDOW * ROWS * TOKENS
+    best = sides[0]
+    rows = []
+    for side in sides:
+        ratio = statistics.median(a / b for a, b in zip(seconds[side], seconds[best], strict=True))
+        rows.append(
+            {
+                "shape": shape,
+                "side": side,
+                "tokens_per_s": round(tokens / statistics.median(seconds[side])),
+                f"time over {best}": round(ratio, 3),
+                "peak_mib_per_process": round(peak[side]),
+                "rounds": rounds,
+                "torch": torch.__version__,
+                "machine": platform.machine(),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", nargs="+", default=["tiny", "small"], choices=list(SHAPES))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sides", nargs="+", default=None, help="default: all that are installed")
+    parser.add_argument("--csv", type=Path, default=Path(__file__).parent / "results" / "ranks-cpu.csv")
+    given = parser.parse_args()
+    installed = importlib.util.find_spec("deepspeed") is not None
+    sides = given.sides or [side for side in SIDES if installed or "ZeRO" not in side]
+    rows = []
+    for shape in given.shape:
+        for row in measure(shape, sides, given.rounds):
+            print("  ".join(f"{value}" for value in row.values()), flush=True)
+            rows.append(row)
+    with given.csv.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
