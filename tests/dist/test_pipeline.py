@@ -17,6 +17,7 @@ from moetrain.model import DeepSeekLoss
 from moetrain.parallel.plan import spread
 from moetrain.parallel.ranks import Ranks, meshes
 from tests.support.processes import run_ranks
+from tests.dist.test_expert_parallel import routed_to
 from tests.support.small import FAMILIES, every_loss, model, rank_window, same_report, sgd, state, window
 
 pytestmark = pytest.mark.dist
@@ -37,30 +38,35 @@ def steps(accumulator, rank, world, sizes=CUT):
 
 
 @functools.cache
-def one_process(family, scope, sizes=(6,)):
+def one_process(family, scope, sizes=(6,), forced=()):
     config = config_of(family)
-    m = model(config)
-    return steps(sgd(m, config, every_loss(config, scope)), 0, 1, sizes), state(m)
+    m = routed_to(model(config), forced)
+    return steps(sgd(m, config, balance_of(config, scope, forced)), 0, 1, sizes), state(m)
 
 
-def staged(rank, world, config, **plan):
+def balance_of(config, scope, forced):
+    """Forced routing stays forced: the bias does not move."""
+    return every_loss(config, scope, **({"bias_rate": 0.0} if forced else {}))
+
+
+def staged(rank, world, config, forced=(), **plan):
     parallel = ParallelConfig(reshard_after_forward=plan.get("schedule") not in SPLIT_BACKWARD, **plan)
     where = {"pp": parallel.pp, "ep": parallel.ep, "dp_replicate": parallel.dp_replicate, "need_group": False}
     ranks = Ranks(rank, world, torch.device("cpu"), *meshes("cpu", world, **where))
-    m = model(config)
+    m = routed_to(model(config), forced)
     spread(m, parallel, "float64", ranks)
     loss = DeepSeekLoss(config)
     return m, ranks, loss, Pipeline(m, loss, parallel, ranks, dtype=torch.float64)
 
 
-def on_rank(rank, world, family, scope, sizes, plan):
+def on_rank(rank, world, family, scope, sizes, forced, plan):
     config = config_of(family)
-    m, ranks, loss, pipeline = staged(rank, world, config, **plan)
+    m, ranks, loss, pipeline = staged(rank, world, config, forced, **plan)
     accumulator = MoEAccumulator(
         m,
         torch.optim.SGD(m.parameters(), lr=0.5),
         loss=loss,
-        balance=every_loss(config, scope),
+        balance=balance_of(config, scope, forced),
         max_norm=1.0,
         groups=ranks.groups,
         pipeline=pipeline,
@@ -69,10 +75,10 @@ def on_rank(rank, world, family, scope, sizes, plan):
     return steps(accumulator, ranks.data_rank, ranks.data_world, sizes), state(m)
 
 
-def agree(world, family, scope, sizes=CUT, want=(6,), **plan):
-    reports, parameters = one_process(family, scope, want)
+def agree(world, family, scope, sizes=CUT, want=(6,), forced=(), **plan):
+    reports, parameters = one_process(family, scope, want, forced)
     found = set()
-    for got, part in run_ranks(on_rank, world, family, scope, sizes, plan):
+    for got, part in run_ranks(on_rank, world, family, scope, sizes, forced, plan):
         for a, b in zip(got, reports, strict=True):
             same_report(a, b, BOUND)
         for name, value in part.items():
@@ -130,6 +136,11 @@ def test_nor_where_gradients_are_reduced_each_time(scope):
 
 def test_nor_do_more_than_two_ranks_whose_ends_share_the_embedding():
     agree(4, "V3", "sequence", pp=4, schedule="1f1b")
+
+
+@pytest.mark.parametrize("forced", [(0, 1), (6, 7)])
+def test_nor_where_one_rank_gets_every_token_and_another_none(forced):
+    agree(4, "V3", "sequence", pp=2, ep=2, schedule="interleaved_zero_bubble", forced=forced)
 
 
 def eight(family, scope, schedule, recompute):

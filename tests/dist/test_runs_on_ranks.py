@@ -82,6 +82,14 @@ def test_saved_by_any_layout_a_run_goes_on_with_every_other(tmp_path, first):
         assert got == pytest.approx(want, rel=1e-12), (first, number)
 
 
+def test_every_layout_in_fp32_has_the_curve_of_one_process(tmp_path):
+    more = ("steps=4", "optimizer.eps=1e-4", "model.num_hidden_layers=4", "batch.micro_batch=2")
+    want = losses(train_on(1, "671B", tmp_path / "0", *more))
+    for number, (world, *layout) in enumerate(LAYOUTS.values(), start=1):
+        got = losses(train_on(world, "671B", tmp_path / f"{number}", *more, *layout))
+        assert got == pytest.approx(want, rel=BOUND["fp32"]), number
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])
 def test_stages_in_bf16_have_the_curve_of_one_process_in_bf16(tmp_path, schedule):
     """fp32 sums of gradients in both; 1e-4: hidden states round alike, gradients of weights in another order."""

@@ -16,6 +16,19 @@ CASES: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "671B window scope": (1, "671B", ("balance.scope=window", "balance.alpha=0.1")),
     "671B documents masked": (1, "671B", ("data.document_mask=true",)),
     "671B two ranks, recompute": (2, "671B", ("parallel.recompute=full",)),
+    "671B experts over two, selective recompute": (2, "671B", ("parallel.ep=2", "parallel.recompute=selective")),
+    "671B two copies of two": (4, "671B", ("parallel.dp_replicate=2",)),
+    "671B two stages": (2, "671B", ("parallel.pp=2", "balance.scope=window", "balance.alpha=0.1")),
+    "671B stages in a V": (
+        2,
+        "671B",
+        (
+            "parallel.pp=2",
+            "parallel.schedule=dualpipev",
+            "parallel.reshard_after_forward=false",
+            "model.num_hidden_layers=4",
+        ),
+    ),
 }
 TERMS = ("lm", "total", "grad_norm", "max_violation")
 
