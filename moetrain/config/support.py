@@ -14,11 +14,6 @@ def unsupported(config: RunConfig) -> list[tuple[str, str]]:
     parallel = config.parallel
     table = [
         (config.engine == "deepspeed", "engine: deepspeed", "engine=native"),
-        (
-            config.precision == "fp8",
-            f"precision: {config.precision}",
-            "precision=fp32 or precision=bf16",
-        ),
         (parallel.cp > 1, f"parallel.cp: {parallel.cp}", "parallel.cp=1"),
         (config.optimizer.moments == "bf16", "optimizer.moments: bf16", "optimizer.moments=fp32"),
     ]

@@ -11,7 +11,7 @@ from moetrain.config.run import RunConfig
 from moetrain.engine.pipeline import Pipeline
 from moetrain.model import DeepSeek, DeepSeekLoss
 from moetrain.optim import build_adamw
-from moetrain.parallel.plan import DTYPES, spread
+from moetrain.parallel.plan import dtypes, spread
 from moetrain.parallel.ranks import Ranks
 
 
@@ -33,7 +33,7 @@ class NativeEngine:
         *,
         load: Callable[[torch.dtype], DeepSeek] | None = None,
     ) -> None:
-        stored, computed = DTYPES[config.precision]
+        stored, computed = dtypes(config.precision, ranks.device)
         if load is None:
             with torch.device("meta"):
                 model = DeepSeek(config.model).to(stored)

@@ -6,6 +6,8 @@ gradients have weight gradients added inside the backward product (see ``moetrai
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 
@@ -19,17 +21,31 @@ def at_least_fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+class Product(Protocol):
+    """``x @ weight.T`` in some precision."""
+
+    def __call__(self, x: Tensor, weight: Tensor, *, in_place_grad: bool) -> Tensor: ...
+
+
+class SwiGLU(Protocol):
+    """``down(silu(gate x) * up x)`` in some precision."""
+
+    def __call__(self, x_ND: Tensor, gate_up: Tensor, down: Tensor, *, in_place_grad: bool) -> Tensor: ...
+
+
 class Linear(nn.Module):
     """``x @ weight.T``; weight [out_features, in_features]; no DeepSeek layer has a bias."""
 
     in_place_grad: bool = False
+    product: Product
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.product = linear
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, in_place_grad=self.in_place_grad)
+        return self.product(x, self.weight, in_place_grad=self.in_place_grad)
 
 
 class Embedding(nn.Module):
@@ -62,13 +78,16 @@ class RMSNorm(nn.Module):
 class MLP(nn.Module):
     """Dense and shared experts: ``down(silu(gate x) * up x)``; gate and up are one matrix, gate rows first."""
 
+    product: SwiGLU
+
     def __init__(self, hidden_size: int, width: int) -> None:
         super().__init__()
+        self.product = swiglu
         self.gate_up_proj = Linear(hidden_size, 2 * width)
         self.down_proj = Linear(width, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = swiglu(
+        y = self.product(
             x.reshape(-1, x.shape[-1]),
             self.gate_up_proj.weight,
             self.down_proj.weight,

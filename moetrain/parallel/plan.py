@@ -1,7 +1,7 @@
 """THE order in which a model is spread. Read top to bottom; nothing is wrapped anywhere else.
 
 1. the pipeline: what other stages compute is dropped, so nothing below touches it
-2. the backend for the device (attention, experts' products)
+2. the backend for the device (attention, experts' products), and FP8 products
 3. expert parallelism: experts split over the expert mesh, before anything shards what is left of them
 4. recompute, inside what is sharded, so that weights are gathered before a block runs again
 5. sharding: experts over the ranks that hold the same ones, every block over all data ranks, the rest at the root
@@ -17,11 +17,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from moetrain.config.run import SPLIT_BACKWARD, ParallelConfig
 from moetrain.model import Backend, DeepSeek
 from moetrain.model.gate import Gate
-from moetrain.model.moe import MoE
+from moetrain.model.layers import MLP, Linear
+from moetrain.model.mla import MLA
+from moetrain.model.moe import MoE, RoutedExperts
 from moetrain.parallel.ep import spread_experts
 from moetrain.parallel.ranks import Ranks
 from moetrain.parallel.recompute import recompute_in_backward, recompute_what_is_cheap
 from moetrain.parallel.stages import cut, keep, stages_of
+from moetrain.precision import fp8_experts, fp8_linear, fp8_swiglu
 
 #: precision -> (dtype of the parameters that the optimizer steps, dtype of the computation)
 DTYPES = {
@@ -29,7 +32,14 @@ DTYPES = {
     "float64": (torch.float64, torch.float64),
     "bf16": (torch.float32, torch.bfloat16),
     "fp16": (torch.float32, torch.float16),
+    "fp8": (torch.float32, torch.bfloat16),
 }
+
+
+def dtypes(precision: str, device: torch.device) -> tuple[torch.dtype, torch.dtype]:
+    """``DTYPES`` of a device: what lies between FP8 products is fp32 on CPUs, most of which have no bf16 units."""
+    stored, computed = DTYPES[precision]
+    return stored, torch.float32 if precision == "fp8" and device.type == "cpu" else computed
 
 
 def needs_group(precision: str, config: ParallelConfig) -> bool:
@@ -43,7 +53,7 @@ def spread(model: DeepSeek, config: ParallelConfig, precision: str, ranks: Ranks
 
     ``seq_len`` weighs attention against the rest where stages are cut by cost.
     """
-    stored, computed = DTYPES[precision]
+    stored, computed = dtypes(precision, ranks.device)
     applied = [f"precision {precision}: parameters {_name(stored)}, computation {_name(computed)}, router fp32 or more"]
 
     if ranks.pipe is not None:
@@ -55,6 +65,8 @@ def spread(model: DeepSeek, config: ParallelConfig, precision: str, ranks: Ranks
     backend = Backend.for_device(ranks.device, computed)
     model.use_backend(backend)
     applied.append(backend.describe)
+    if precision == "fp8":
+        applied.append(f"{use_fp8(model)} layers' products in FP8: reference (quantised, fp32 products); the rest high")
 
     if ranks.expert_mesh is not None:
         count = spread_experts(model, ranks.expert_mesh["ep"])
@@ -101,6 +113,24 @@ def spread(model: DeepSeek, config: ParallelConfig, precision: str, ranks: Ranks
     model.set_in_place_gradients(in_place)
     applied.append(f"weight gradients added by the backward product: {'yes' if in_place else 'no'}")
     return applied
+
+
+def use_fp8(model: DeepSeek) -> int:
+    """Attention's projections, dense and shared feed-forwards and routed experts (facts: V3 paper 3.3.1)."""
+    layers = 0
+    for module in model.modules():
+        if isinstance(module, MLA):
+            for projection in module.children():
+                if isinstance(projection, Linear):
+                    projection.product = fp8_linear
+                    layers += 1
+        elif isinstance(module, MLP):
+            module.product = fp8_swiglu
+            layers += 1
+        elif isinstance(module, RoutedExperts):
+            module.product = fp8_experts
+            layers += 1
+    return layers
 
 
 def _name(dtype: torch.dtype) -> str:

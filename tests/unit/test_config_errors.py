@@ -220,7 +220,6 @@ def test_what_does_not_go_with_stages_is_refused(override: str, fragment: str) -
     ("override", "fragment"),
     [
         ("engine=deepspeed", "engine: deepspeed does not work yet in this version; use engine=native"),
-        ("precision=fp8", "precision: fp8"),
         ("parallel.cp=2", "parallel.cp: 2"),
         ("optimizer.moments=bf16", "optimizer.moments: bf16"),
     ],
