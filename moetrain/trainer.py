@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -147,7 +148,9 @@ def _train(config: RunConfig, ranks: Ranks) -> Result:
             confirmed=lambda: log.note(said),
         )
 
-    watch = stuck.Watch(engine.model, ranks.rank, 0.8 * config.parallel.timeout_s)
+    # one process waits for nobody, however long its steps take
+    patience = 0.8 * config.parallel.timeout_s if ranks.world > 1 else math.inf
+    watch = stuck.Watch(engine.model, ranks.rank, patience)
     log = RunLog(
         config.run_dir,
         rank=ranks.rank,

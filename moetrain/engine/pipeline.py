@@ -168,6 +168,8 @@ class Pipeline:
             self.scale = scale
         key = (len(window), *window[0].input_ids.shape, scale is not None)
         if key not in self._schedules:
+            # one of each kind: it holds what it receives, and a batch that grows would leave many behind
+            self._schedules = {other: kept for other, kept in self._schedules.items() if other[-1] != key[-1]}
             self._schedules[key] = self._schedule(*key)
         arguments: dict[str, Any] = {}
         ids = () if 0 not in self.parts else (torch.cat([item.input_ids for item in window]),)

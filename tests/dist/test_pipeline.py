@@ -158,3 +158,36 @@ def test_nor_does_everything_at_once_on_eight_ranks():
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_nor_in_any_combination_of_it(schedule, scope, family):
     eight(family, scope, schedule, "none" if schedule in SPLIT_BACKWARD else "full")
+
+
+def growing_on_rank(rank, world):
+    """Windows of other lengths, as a batch ramp gives them, and evaluation in between."""
+    config = config_of("V3")
+    m, ranks, loss, pipeline = staged(rank, world, config, pp=2, schedule="1f1b")
+    accumulator = MoEAccumulator(
+        m, torch.optim.SGD(m.parameters(), lr=0.5), loss=loss, balance=every_loss(config, "window"), max_norm=1.0,
+        groups=ranks.groups, pipeline=pipeline,
+    )  # fmt: skip
+    sums = []
+    for sizes in ((1,) * 6, (3, 3), (2, 2, 2), (6,)):
+        accumulator.step(window(sizes))
+        sums.append(pipeline.forward(window((4, 2))))
+    return len(pipeline._schedules), sums, state(m)
+
+
+def test_windows_of_other_lengths_leave_nothing_behind():
+    config = config_of("V3")
+    m = model(config)
+    accumulator = sgd(m, config, every_loss(config, "window"))
+    want = []
+    for _ in range(4):
+        accumulator.step(window((6,)))
+        with torch.no_grad():
+            want.append(accumulator.loss(m, window((6,))[0]))
+    found = run_ranks(growing_on_rank, 2)
+    for kept, _, parameters in found:
+        assert kept == 2
+        assert all(float((value - state(m)[name]).norm() / state(m)[name].norm().clamp(min=1e-30)) < BOUND
+                   for name, value in parameters.items())  # fmt: skip
+    for step in range(4):
+        assert torch.allclose(sum(sums[step] for _, sums, _ in found), want[step], rtol=BOUND)
