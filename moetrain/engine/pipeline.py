@@ -8,6 +8,7 @@ schedule's.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -72,6 +73,8 @@ class Pipeline:
         seq_len: int = 4096,
     ) -> None:
         assert ranks.pipe is not None
+        # its dump of the whole schedule, when a rank is lost, would hide the sentence that says where
+        logging.getLogger(ScheduleGPipe.__module__).setLevel(logging.CRITICAL)
         self.model, self.loss, self.config, self.dtype, self.device = model, loss, config, dtype, ranks.device
         self.pipe = ranks.pipe.get_group()
         self.traffic = Traffic()

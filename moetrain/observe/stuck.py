@@ -20,7 +20,8 @@ from moetrain.errors import LostRankError
 
 #: what torch and gloo say when ranks lose each other
 LOST = re.compile(r"tim(ed|e) ?out|connection (closed|reset|refused)|broken pipe|peer|gloo|nccl", re.IGNORECASE)
-WRAPPERS = {"wrapper", "_wait_batch_p2p", "wait", "_batch_p2p", "inner", "decorate_context"}
+WRAPPERS = {"wrapper", "wait", "_batch_p2p", "inner", "decorate_context"}
+BETTER_KNOWN_AS = {"_wait_batch_p2p": "batch_isend_irecv"}  # of pipeline stages
 
 
 class Watch:
@@ -115,8 +116,11 @@ def _describe(inner_first: list[FrameType], model: nn.Module) -> str:
         package = str(frame.f_globals.get("__name__", ""))
         function = frame.f_code.co_name
         if not collective and package.startswith("torch.distributed") and function not in WRAPPERS:
-            collective = function
+            collective = BETTER_KNOWN_AS.get(function, function)
         if layer:
+            continue
+        if function == "_perform_action":  # torch's pipeline runtime: "2F5" is stage 2's forward of micro-batch 5
+            layer = f"pipeline action {frame.f_locals.get('action')}"
             continue
         owner: Any = frame.f_locals.get("self", frame.f_locals.get("ctx"))
         if isinstance(owner, nn.Module):
