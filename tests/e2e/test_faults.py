@@ -26,7 +26,8 @@ from tests.support.runs import ROOT, environment, losses, overrides, run_config
 
 pytestmark = pytest.mark.dist
 STEPS = 12
-PLACE = r"(layers\.\d+|mtp\.\d+|the root|no layer|pipeline action)"  # wherever the stop hit; tests/dist/test_stuck.py chooses
+# wherever the stop hit; tests/dist/test_stuck.py chooses
+PLACE = r"(layers\.\d+|mtp\.\d+|the root|no layer|pipeline action)"
 LAYOUTS = {
     "sharded": (2, ()),
     "spread experts": (2, ("parallel.ep=2",)),
