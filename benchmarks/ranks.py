@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from step import ADAMW, COMMON, ROWS, SHAPES, TOKENS, WINDOW, batches
+from step import ADAMW, COMMON, ROWS, SHAPES, TOKENS, WINDOW, batches, in_turn, saved
 
 RANKS = 2
 Step = Callable[[int], float]
@@ -194,17 +194,12 @@ def worker(side: str, folder: str, vocabulary: int, rank: int, port: int, pipe: 
 def measure(shape: str, sides: list[str], rounds: int) -> list[dict[str, Any]]:
     import torch
 
-    from moetrain import save_pretrained
     from moetrain.config.model import ModelConfig
-    from moetrain.model import DeepSeek
 
     config = ModelConfig(**COMMON, **SHAPES[shape])
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        model = DeepSeek(config)
-        model.init_weights(0)
-        save_pretrained(model, folder)
-        del model
+        saved(config, folder)
         pipes: dict[str, list[Connection]] = {}
         processes = []
         for number, side in enumerate(sides):
@@ -217,23 +212,7 @@ def measure(shape: str, sides: list[str], rounds: int) -> list[dict[str, Any]]:
                 pipes[side].append(ours)
                 processes.append(process)
             assert all(pipe.recv() == "ready" for pipe in pipes[side])
-        seconds: dict[str, list[float]] = {side: [] for side in sides}
-        peak: dict[str, float] = {}
-        for i in range(rounds + 2):
-            losses = {}
-            for side in sides:
-                for pipe in pipes[side]:
-                    pipe.send(i)
-                answers = [pipe.recv() for pipe in pipes[side]]
-                losses[side] = answers[0][0]
-                peak[side] = max(answer[2] for answer in answers)
-                if i >= 2:  # two warm-up rounds
-                    seconds[side].append(max(answer[1] for answer in answers))
-            if i == 0 and max(losses.values()) - min(losses.values()) > 1e-4 * max(losses.values()):
-                raise SystemExit(f"the sides do not compute the same loss: {losses}")
-        for side in sides:
-            for pipe in pipes[side]:
-                pipe.send(None)
+        seconds, peak = in_turn(pipes, rounds)
         for process in processes:
             process.join(20)
     tokens = RANKS * WINDOW * ROWS * TOKENS

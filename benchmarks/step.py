@@ -142,51 +142,70 @@ def worker(side: str, folder: str, vocabulary: int, threads: int, pipe: Connecti
         pipe.send((loss, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
 
 
+def saved(config: Any, folder: str) -> None:
+    """Weights for everyone, in the released format."""
+    from moetrain import save_pretrained
+    from moetrain.model import DeepSeek
+
+    model = DeepSeek(config)
+    model.init_weights(0)
+    save_pretrained(model, folder)
+
+
+def in_turn(pipes: dict[str, list[Connection]], rounds: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """One step of each side a round, whose processes answer (loss, seconds, peak MiB); two rounds warm up.
+
+    Returns:
+        seconds by side and round, and peaks by side: of its slowest, and of its largest process.
+    """
+    seconds: dict[str, list[float]] = {side: [] for side in pipes}
+    peak: dict[str, float] = {}
+    for i in range(rounds + 2):
+        losses = {}
+        for side, processes in pipes.items():
+            for pipe in processes:
+                pipe.send(i)
+            answers = [pipe.recv() for pipe in processes]
+            losses[side], peak[side] = answers[0][0], max(answer[2] for answer in answers)
+            if i >= 2:
+                seconds[side].append(max(answer[1] for answer in answers))
+        if i == 0 and max(losses.values()) - min(losses.values()) > 1e-4 * max(losses.values()):
+            raise SystemExit(f"not the same model: first losses {losses}")
+    for processes in pipes.values():
+        for pipe in processes:
+            pipe.send(None)
+    return seconds, peak
+
+
 def measure(shape: str, sides: list[str], rounds: int, threads: int) -> list[dict[str, Any]]:
     import torch
 
-    from moetrain import save_pretrained
     from moetrain.config.model import ModelConfig
-    from moetrain.model import DeepSeek
 
     config = ModelConfig(**COMMON, **SHAPES[shape])
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        model = DeepSeek(config)
-        model.init_weights(0)
-        save_pretrained(model, folder)
-        del model
+        saved(config, folder)
         pipes, processes = {}, []
         for side in sides:
-            pipes[side], theirs = context.Pipe()
+            ours, theirs = context.Pipe()
             process = context.Process(target=worker, args=(side, folder, config.vocab_size, threads, theirs))
             process.start()
+            pipes[side] = [ours]
             processes.append(process)
-            assert pipes[side].recv() == "ready"
-        seconds: dict[str, list[float]] = {side: [] for side in sides}
-        peak: dict[str, float] = {}
-        for i in range(rounds + 2):
-            losses = {}
-            for side in sides:
-                pipes[side].send(i)
-                losses[side], took, peak[side] = pipes[side].recv()
-                if i >= 2:  # two warm-up rounds
-                    seconds[side].append(took)
-            if i == 0 and max(losses.values()) - min(losses.values()) > 1e-4 * max(losses.values()):
-                raise SystemExit(f"not the same model: first losses {losses}")
-        for pipe in pipes.values():
-            pipe.send(None)
+            assert ours.recv() == "ready"
+        seconds, peak = in_turn(pipes, rounds)
         for process in processes:
             process.join()
     tokens = ROWS * TOKENS * WINDOW
-    ours = seconds["moetrain"]
+    own = seconds["moetrain"]
     return [
         {
             "shape": shape,
             "side": side,
             "tokens_per_s": round(tokens / statistics.median(seconds[side])),
             "moetrain_is_faster_by": round(
-                statistics.median(t / o for t, o in zip(seconds[side], ours, strict=True)), 3
+                statistics.median(t / o for t, o in zip(seconds[side], own, strict=True)), 3
             ),
             "peak_mib": round(peak[side]),
             "rounds": rounds,

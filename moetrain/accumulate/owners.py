@@ -385,7 +385,7 @@ def owner_of(
         ValueError: the wrapper sums gradients over other ranks than tokens are split over, or in half precision.
     """
     if is_fsdp(model):
-        _same_ranks(groups, [g for m in _meshes(model) for g in m.get_all_groups()], "fully_shard", "mesh")
+        _same_ranks(groups, _sharding_groups(model), "fully_shard", "mesh")
         _full_precision(model)
         return FSDPOwner(model, optimizer, every_micro_batch=every_micro_batch, stages=stages)
     if every_micro_batch:
@@ -410,14 +410,10 @@ def _same_ranks(
         )
 
 
-def _meshes(model: nn.Module) -> list[Any]:
-    """The mesh of what FSDP2 shards at the root; experts may lie on a part of it."""
-    largest: Any = None
-    for p in model.parameters():
-        mesh = getattr(p, "device_mesh", None)
-        if mesh is not None and (largest is None or mesh.size() > largest.size()):
-            largest = mesh
-    return [] if largest is None else [largest]
+def _sharding_groups(model: nn.Module) -> list[dist.ProcessGroup]:
+    """Of the largest mesh, the root's; experts may lie on a part of it."""
+    meshes: list[Any] = [p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")]
+    return list(max(meshes, key=lambda mesh: mesh.size()).get_all_groups()) if meshes else []
 
 
 def _full_precision(model: nn.Module) -> None:

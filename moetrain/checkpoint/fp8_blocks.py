@@ -1,7 +1,7 @@
 """The released FP8 format: E4M3 weights with one fp32 multiplier per 128 x 128 block (DeepSeek-V3 README_WEIGHTS).
 
-``weight_scale_inv`` is a multiplier despite its name: weight = block * scale_inv. Blocks at the ragged ends of a
-matrix are smaller; they count as padded with zeros, which changes no scale.
+``weight_scale_inv`` is a multiplier despite its name: weight = block * scale_inv. The numbers are those of
+``moetrain_kernels.quantise.blocks``; here stands what a file may get wrong.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BLOCK = 128
-E4M3_MAX = 448.0
+from moetrain_kernels.quantise import TILE, Quantised, blocks
 
 
 def scale_shape(rows: int, columns: int) -> tuple[int, int]:
     """Shape of the multipliers of a [rows, columns] weight."""
-    return -(-rows // BLOCK), -(-columns // BLOCK)
+    return -(-rows // TILE), -(-columns // TILE)
 
 
 def dequantise(weight: Tensor, scale_inv: Tensor) -> Tensor:
@@ -25,19 +24,10 @@ def dequantise(weight: Tensor, scale_inv: Tensor) -> Tensor:
         raise ValueError(
             f"scales are {list(scale_inv.shape)}, and a {rows} x {columns} weight has {scale_shape(rows, columns)}"
         )
-    return weight.to(torch.float32) * _spread(scale_inv.to(torch.float32), rows, columns)
+    return Quantised(weight, scale_inv.to(torch.float32), (TILE, TILE)).dequantise()
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """E4M3 [O, I] and fp32 multipliers: ``max(amax, 1e-4) / 448`` a block, as DeepSeek's own utility does it."""
-    rows, columns = weight.shape
-    high, wide = scale_shape(rows, columns)
-    w = weight.to(torch.float32)
-    padded = torch.nn.functional.pad(w, (0, wide * BLOCK - columns, 0, high * BLOCK - rows))
-    amax = padded.view(high, BLOCK, wide, BLOCK).abs().amax(dim=(1, 3))
-    scale = amax.clamp(min=1e-4) / E4M3_MAX
-    return (w / _spread(scale, rows, columns)).to(torch.float8_e4m3fn), scale
-
-
-def _spread(scale: Tensor, rows: int, columns: int) -> Tensor:
-    return scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    """E4M3 [O, I] and fp32 multipliers, as DeepSeek's own utility makes them."""
+    q = blocks(weight.to(torch.float32))
+    return q.values, q.scale

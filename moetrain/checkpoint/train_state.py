@@ -289,12 +289,12 @@ class CheckpointFolder:
 
 
 class _Writing:
-    """A thread, and the error that it met."""
+    """A thread, and the error that it met. A process that ends in between leaves a checkpoint that does not count."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="checkpoint")
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:

@@ -32,7 +32,7 @@ ARROWS: dict[str, tuple[set[str], set[str]]] = {
     "engine": ({"accumulate", "parallel", "optim", "model", "config", "errors"}, {"torch", "deepspeed"}),
     "optim": ({"errors"}, {"torch"}),
     "data": ({"config", "errors"}, {"torch", "numpy", "tokenizers", "rich"}),
-    "checkpoint": ({"model", "config", "errors"}, {"torch", "safetensors"}),
+    "checkpoint": ({"model", "config", "errors", "moetrain_kernels"}, {"torch", "safetensors"}),
     "observe": ({"accumulate.report", "errors"}, {"torch", "rich"}),
     "planning": ({*BELOW_TRAIN, "errors"}, {"torch", "rich"}),
     "integrations": ({"accumulate", "errors"}, {"torch", "accelerate", "transformers"}),
