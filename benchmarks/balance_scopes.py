@@ -370,14 +370,13 @@ def tables(errors: list[dict[str, Any]], runs: list[dict[str, Any]], prices: lis
     """The tables of docs/balance-scopes.md."""
     sizes = sorted({row["size"] for row in errors})
     out = ["| scope | " + " | ".join(f"K = {s}" for s in sizes) + " |", "|---|" + "---|" * len(sizes)]
-    for key, cosine in (("balance_error", "balance_cosine"), ("total_error", "total_cosine")):
+    for key, cosine, digits in (("balance_error", "balance_cosine", 3), ("total_error", "total_cosine", 5)):
         for scope in SCOPES[:-1]:
             cells = []
             for size in sizes:
                 of = [r for r in errors if r["scope"] == scope and r["size"] == size]
-                cells.append(
-                    f"{statistics.fmean(r[key] for r in of):.2g} ({statistics.fmean(r[cosine] for r in of):.3f})"
-                )
+                error, angle = (statistics.fmean(r[k] for r in of) for k in (key, cosine))
+                cells.append(f"{error:.2g} ({angle:.{digits}f})")
             out.append(f"| {key.split('_')[0]}, `{scope}` | " + " | ".join(cells) + " |")
     trained = sorted({row["size"] for row in runs if row["scope"] == "sequence"})
     out += ["", "| scope | " + " | ".join(f"violation, K = {s}" for s in trained) + " | "

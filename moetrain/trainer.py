@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from moetrain.config import (
     StepSchedule,
     refuse_unsupported,
 )
+from moetrain.config.run import FORWARDS_FIRST
 from moetrain.data import Data, GlobalBatches, Prefetcher, build_data
 from moetrain.engine import Engine, NativeEngine, reuse_host_memory
 from moetrain.loop import Budget, Progress
@@ -105,11 +106,12 @@ def _train(config: RunConfig, ranks: Ranks) -> Result:
         max_norm=config.optimizer.max_norm,
         scheduler=learning_rate,
         groups=ranks.groups,
-        window_order="counting_pass" if config.balance.window_order == "counting_pass" else "forwards_first",
+        window_order="counting_pass" if _counts_first(config) else "forwards_first",
         offload_activations=config.parallel.offload_activations,
         device=ranks.device,
         loss_scale=LossScale() if config.precision == "fp16" else None,
         measure_noise=config.batch.noise_scale is not None,
+        skip_if=_guard(config),
         pipeline=engine.pipeline,
         owner=engine.owner,
     )
@@ -266,6 +268,25 @@ def _balance(config: RunConfig) -> Balance:
     )
 
 
+def _counts_first(config: RunConfig) -> bool:
+    """Whether scope ``window`` needs a counting pass: asked for, or the schedule's backwards come too early."""
+    staged = config.parallel.pp > 1 and config.parallel.schedule not in FORWARDS_FIRST
+    balance = config.balance
+    active = any((balance.alpha, balance.alpha_device, balance.alpha_communication))
+    return active and balance.scope == "window" and (balance.window_order == "counting_pass" or staged)
+
+
+def _guard(config: RunConfig) -> Callable[[float], str | None]:
+    most = config.optimizer.skip_above
+
+    def too_much(norm: float) -> str | None:
+        if most is None or norm <= most:
+            return None
+        return f"the gradient norm {norm:.4g} is above optimizer.skip_above ({most:g})"
+
+    return too_much
+
+
 def _windows(config: RunConfig, data: Data, ranks: Ranks, sizes: BatchSizes, progress: Progress) -> Iterator[Window]:
     """This rank's windows from where the run is, the next one prepared while the last one trains where that can be."""
     batches, rank, world = GlobalBatches(data.train, seed=config.seed), ranks.data_rank, ranks.data_world
@@ -309,6 +330,8 @@ def _facts(config: RunConfig, budget: Budget, ranks: Ranks, engine: Engine, data
         "device": f"{device}, {torch.get_num_threads()} threads a rank" if device == "cpu" else device,
         "engine": "native",
     }
+    if _counts_first(config):
+        facts["balance"] = "scope window by a counting pass: one forward of the window more"
     return facts | {f"plan {i}": line for i, line in enumerate(engine.applied, start=1)}
 
 

@@ -117,7 +117,8 @@ class BatchConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW. ``lr`` is the peak rate; ``max_norm`` clips the one global gradient norm (null: no clipping)."""
+    """AdamW. ``lr`` is the peak rate; ``max_norm`` clips the one global gradient norm (null: no clipping), and
+    a window whose norm is above ``skip_above`` is discarded whole, on every rank (null: none)."""
 
     name: Literal["adamw"] = "adamw"
     lr: PositiveReal
@@ -125,6 +126,7 @@ class OptimizerConfig(Section):
     eps: PositiveReal = 1e-8
     weight_decay: NotNegativeReal = 0.1
     max_norm: PositiveReal | None = 1.0
+    skip_above: PositiveReal | None = None
     moments: Literal["fp32", "bf16"] = "fp32"
 
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from moetrain.accumulate import Balance, MoEAccumulator, Window
+from moetrain.accumulate import Balance, LossScale, MoEAccumulator, Window
 from moetrain.config.run import ParallelConfig
 from moetrain.model import DeepSeekLoss
 from moetrain.parallel.plan import spread
@@ -81,6 +81,34 @@ def test_ranks_change_nothing(family, scope, layout):
         assert difference(got_parameters, parameters) < BOUND
     biases = [{k: v for k, v in p.items() if k.endswith("correction_bias")} for _, p in results]
     assert all(difference(b, biases[0]) == 0.0 for b in biases if b), "the bias must be bit-equal on all ranks"
+
+
+#: rank 1 has real tokens in every micro-batch, and not one label
+UNLABELLED = [[(0, 1), (2, 4)], [(1, 2), (1, 2)]]
+
+
+def unlabelled_on_rank(rank, world, scope, wrapper):
+    config = FAMILIES["V3"]
+    m = model(config)
+    wrapped: torch.nn.Module = m
+    if wrapper == "ddp":
+        wrapped = DistributedDataParallel(m, broadcast_buffers=False)
+    elif world > 1:
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
+        spread(m, ParallelConfig(recompute="full"), "float64", Ranks(rank, world, torch.device("cpu"), mesh))
+    accumulator = sgd(wrapped, config, every_loss(config, scope))
+    mine = UNLABELLED[rank] if world > 1 else [part for rank_ in UNLABELLED for part in rank_]
+    return [accumulator.step(Window(rows(*part) for part in mine)) for _ in range(2)], state(m)
+
+
+@pytest.mark.parametrize("wrapper", ["fsdp", "ddp"])
+@pytest.mark.parametrize("scope", ["sequence", "window"])
+def test_a_rank_with_tokens_and_without_a_label_changes_nothing(scope, wrapper):
+    reports, parameters = unlabelled_on_rank(0, 1, scope, "plain")
+    for got, mine in run_ranks(unlabelled_on_rank, 2, scope, wrapper):
+        for a, b in zip(got, reports, strict=True):
+            same_report(a, b, BOUND)
+        assert difference(mine, parameters) < BOUND
 
 
 def counting_on_rank(rank, world, wrapper, recompute):
@@ -167,6 +195,57 @@ def test_a_nan_on_one_rank_discards_the_window_on_all(wrapper):
     """Weights, moments, schedule, bias and counts: bit for bit as before, on every rank."""
     for skipped, unmoved in run_ranks(spoilt_on_rank, 2, wrapper):
         assert skipped is not None and "nan" in skipped and unmoved
+
+
+class Overflowing(DeepSeekLoss):
+    """The right loss, and infinite gradients."""
+
+    def __call__(self, m, micro_batch):
+        sums = super().__call__(m, micro_batch)
+        sums.register_hook(lambda g: g * torch.inf)
+        return sums
+
+
+def overflowing_on_rank(rank, world, wrapper):
+    """fp16's scale with a gradient that overflows on rank 1 only, and a guard that every rank hears of."""
+    config = FAMILIES["V3"]
+    m = model(config, dtype=torch.float32)
+    wrapped: torch.nn.Module = m
+    if wrapper == "ddp":
+        wrapped = DistributedDataParallel(m, broadcast_buffers=False)
+    else:
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
+        spread(m, ParallelConfig(), "fp32", Ranks(rank, world, torch.device("cpu"), mesh))
+    scale = LossScale(2.0**10)
+    accumulator = sgd(wrapped, config, Balance(), loss_scale=scale)
+    accumulator.step(rank_window(rank, world))
+    before = state(m)
+    accumulator.loss = Overflowing(config) if rank == 1 else accumulator.loss
+    spoilt = accumulator.step(rank_window(rank, world))
+    unmoved = difference(state(m), before) == 0.0
+    accumulator.loss = DeepSeekLoss(config)
+    return spoilt.skipped, unmoved, float(scale.value), accumulator.step(rank_window(rank, world)).skipped
+
+
+@pytest.mark.parametrize("wrapper", ["fsdp", "ddp"])
+def test_an_overflow_on_one_rank_halves_the_scale_on_all(wrapper):
+    for skipped, unmoved, scale, after in run_ranks(overflowing_on_rank, 2, wrapper):
+        assert "gradient norm" in skipped and unmoved and scale == 2.0**9 and after is None
+
+
+def guarded_on_rank(rank, world):
+    config = FAMILIES["V3"]
+    m = model(config)
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
+    spread(m, ParallelConfig(), "float64", Ranks(rank, world, torch.device("cpu"), mesh))
+    before = state(m)
+    accumulator = sgd(m, config, Balance(), skip_if=lambda norm: f"{norm:.3f} is too much" if norm > 1e-3 else None)
+    return accumulator.step(rank_window(rank, world)).skipped, difference(state(m), before)
+
+
+def test_a_guard_discards_the_window_on_all_ranks():
+    (said, moved), (other, other_moved) = run_ranks(guarded_on_rank, 2)
+    assert said == other and said.endswith("is too much") and moved == other_moved == 0.0
 
 
 def forced(m):

@@ -116,3 +116,11 @@ def test_fp8_runs_in_every_layout(tmp_path):
     for number, (world, *layout) in enumerate(LAYOUTS.values(), start=1):
         got = losses(train_on(world, "671B", tmp_path / f"{number}", *more, *layout))
         assert got[0] == pytest.approx(want[0], rel=1e-6) and got == pytest.approx(want, rel=5e-3), number
+
+
+def test_a_run_says_what_its_balance_scope_costs(tmp_path, capfd):
+    window = ("steps=1", "balance.scope=window", "balance.alpha=0.1", "parallel.pp=2")
+    train_on(2, "671B", tmp_path / "1f1b", *window)
+    assert "counting pass: one forward of the window more" in capfd.readouterr().out
+    train_on(2, "671B", tmp_path / "gpipe", *window, "parallel.schedule=gpipe")
+    assert "counting pass" not in capfd.readouterr().out

@@ -85,6 +85,36 @@ def test_copies_of_a_sharded_model_are_summed_once_a_window_too():
         assert traffic["gradients"].bytes == FP64 * (padded + padded // 2)  # into shards, and shards over copies
 
 
+def inside_backward_on_rank(rank, world, wrapper, scope, reduce):
+    m = model()
+    wrapped: torch.nn.Module = m
+    if wrapper == "ddp":
+        wrapped = DistributedDataParallel(m, broadcast_buffers=False)
+    else:
+        spread(m, ParallelConfig(reduce=reduce), "float64", Ranks(rank, world, torch.device("cpu"), *meshes("cpu", world)))
+    accumulator = sgd(wrapped, V3, every_loss(V3, scope), reduce=reduce)
+    accumulator.step(rank_window(rank, world))
+    count, seen = accumulator.traffic.count, []
+
+    def watched(kind, whole):
+        if kind == "gradients":
+            seen.append(torch._C._current_graph_task_id() != -1)  # -1: no backward is running
+        count(kind, whole)
+
+    accumulator.traffic.count = watched
+    accumulator.step(rank_window(rank, world))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "scope", "reduce"),
+    [("fsdp", "sequence", "window"), ("fsdp", "window", "window"), ("fsdp", "sequence", "micro_batch"), ("ddp", "sequence", "window")],
+)
+def test_gradients_are_sent_while_the_backward_runs_and_not_after_it(wrapper, scope, reduce):
+    for seen in run_ranks(inside_backward_on_rank, 2, wrapper, scope, reduce):
+        assert seen and all(seen)
+
+
 def experts_on_rank(rank, world):
     m = model()
     spread(m, ParallelConfig(ep=world), "float64", Ranks(rank, world, torch.device("cpu"), *meshes("cpu", world, ep=world)))

@@ -218,3 +218,12 @@ def test_a_model_built_from_a_config_has_weights(tmp_path):
     c = DeepSeek(config)
     for (name, x), y, z in zip(a.named_parameters(), b.parameters(), c.parameters(), strict=True):
         assert bool(x.isfinite().all()) and torch.equal(x, z) and (x.ndim == 1 or not torch.equal(x, y)), name
+
+
+def test_a_guard_discards_windows_whose_gradient_is_too_large(tmp_path, capsys):
+    """The first steps' gradients are below the guard or not; where they are not, nothing moves and the run says why."""
+    config = run_config("671B", tmp_path, "steps=2", "optimizer.skip_above=1e-3")
+    with pytest.raises(UserError, match=r"20 windows in a row .* is above optimizer\.skip_above \(0\.001\)"):
+        train(config)
+    config = run_config("671B", tmp_path, "steps=2", "optimizer.skip_above=1e3", f"run_dir={tmp_path / 'other'}")
+    assert train(config).steps == 2

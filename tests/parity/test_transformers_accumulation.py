@@ -89,8 +89,21 @@ def test_cutting_and_recompute_change_nothing(name, scope):
         assert difference(cut, parameters) < BOUND
 
 
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("scope", ["micro_batch", "running", "previous"])
+def test_the_other_scopes_follow_the_cut_and_not_recompute(name, scope):
+    want, parameters = run(MODELS[name], scope, [2, 1, 3])
+    got, again = run(MODELS[name], scope, [2, 1, 3], recompute=True)
+    assert torch.equal(got.load, want.load) and difference(again, parameters) < BOUND
+    if scope != "previous":  # of which there is none in a first step
+        _, whole = run(MODELS[name], scope, [6])
+        _, exact = run(MODELS[name], "window", [6])
+        assert difference(whole, exact) < BOUND  # one micro-batch is the batch
+        assert difference(parameters, exact) > 10 * BOUND
+
+
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
-@pytest.mark.parametrize("scope", ["sequence", "window"])
+@pytest.mark.parametrize("scope", ["sequence", "window", "running", "micro_batch"])
 def test_their_model_takes_the_step_that_ours_takes(family, scope):
     """The hook injects the very gradient that our own gates inject."""
     ours, theirs = twins(family, 2, torch.float32)
