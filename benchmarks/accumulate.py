@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,19 +76,18 @@ def core(config: ModelConfig, balance: Balance | None = None, *, recompute: bool
     return step
 
 
-def sides(config: ModelConfig) -> dict[str, Step]:
+def sides(config: ModelConfig) -> dict[str, Callable[[], Step]]:
     def with_bias(scope: str) -> Balance:
         return Balance(scope=scope, alpha=1e-4, bias_rate=1e-3)  # type: ignore[arg-type]
 
+    again = partial(core, config, recompute=True)
     return {
-        "bare loop": bare(config),
-        "core, no balance": core(config),
-        "core, sequence and bias": core(config, with_bias("sequence")),
-        "recompute, sequence": core(config, with_bias("sequence"), recompute=True),
-        "recompute, window by forwards first": core(config, with_bias("window"), recompute=True),
-        "recompute, window by a counting pass": core(
-            config, with_bias("window"), recompute=True, window_order="counting_pass"
-        ),
+        "bare loop": partial(bare, config),
+        "core, no balance": partial(core, config),
+        "core, sequence and bias": partial(core, config, with_bias("sequence")),
+        "recompute, sequence": partial(again, with_bias("sequence")),
+        "recompute, window by forwards first": partial(again, with_bias("window")),
+        "recompute, window by a counting pass": partial(again, with_bias("window"), window_order="counting_pass"),
     }
 
 
@@ -100,8 +100,9 @@ AGAINST = {
 }
 
 
-def measure(shape: str, rounds: int) -> list[dict[str, Any]]:
-    steps = sides(ModelConfig(**COMMON, **SHAPES[shape]))
+def measure(shape: str, rounds: int, recompute: bool) -> list[dict[str, Any]]:
+    every = sides(ModelConfig(**COMMON, **SHAPES[shape]))
+    steps = {side: build() for side, build in every.items() if recompute or not side.startswith("recompute")}
     order = list(steps)
     seconds: dict[str, list[float]] = {side: [] for side in steps}
     for i in range(rounds + 2):
@@ -116,6 +117,8 @@ def measure(shape: str, rounds: int) -> list[dict[str, Any]]:
             raise SystemExit(f"not the same model: first losses {losses}")
     rows = []
     for side, other in AGAINST.items():
+        if side not in steps:
+            continue
         ratios = sorted(a / b for a, b in zip(seconds[side], seconds[other], strict=True))
         quarter = len(ratios) // 4
         rows.append(
@@ -139,6 +142,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["tiny", "small"])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--no-recompute", action="store_true", help="half the sides: wide-experts needs the memory")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--csv", type=Path, default=Path(__file__).parent / "results" / "accumulate-cpu.csv")
     given = parser.parse_args()
@@ -146,7 +150,7 @@ def main() -> None:
     reuse_host_memory()
     rows = []
     for shape in given.shapes:
-        found = measure(shape, given.rounds)
+        found = measure(shape, given.rounds, not given.no_recompute)
         rows += found
         for row in found:
             print(
