@@ -227,6 +227,19 @@ SPLIT_BACKWARD = ("interleaved_zero_bubble", *V)
 FORWARDS_FIRST = ("gpipe", "looped_bfs")
 
 
+class Fp8Config(Section):
+    """How ``precision: fp8`` computes (docs/precision.md).
+
+    ``products``: what multiplies; ``auto`` takes Triton's kernels on a GPU that has FP8 and the reference on a CPU.
+    ``scales``: ``power_of_two`` rounds all of them up, as Blackwell wants; what travels to experts always is.
+    ``attention_output``: what the layer after the attention keeps of its input for the backward.
+    """
+
+    products: Literal["auto", "reference", "triton", "torch", "deep_gemm"] = "auto"
+    scales: Literal["fp32", "power_of_two"] = "fp32"
+    attention_output: Literal["e4m3", "e5m6"] = "e4m3"
+
+
 class ParallelConfig(Section):
     """How a run is spread. ``world_size`` is what the file was written for (null: any number of processes).
 
@@ -366,6 +379,7 @@ class RunConfig(Section):
     balance: BalanceConfig = BalanceConfig()
     mtp: MtpConfig = MtpConfig()
     parallel: ParallelConfig = ParallelConfig()
+    fp8: Fp8Config = Fp8Config()
     engine: Literal["native", "deepspeed"] = "native"
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     eval: EvalConfig = EvalConfig()

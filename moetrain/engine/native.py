@@ -46,7 +46,9 @@ class NativeEngine:
                 setattr(module, name, buffer.to(ranks.device))
         self.model.train()
         length = config.data.seq_len
-        applied = spread(self.model, config.parallel, config.precision, ranks, seq_len=length)
+        applied, fp8 = spread(
+            self.model, config.parallel, config.precision, ranks, seq_len=length, fp8_config=config.fp8
+        )
         self.pipeline = None
         if ranks.pipe is not None:
             self.pipeline = Pipeline(self.model, loss, config.parallel, ranks, dtype=computed, seq_len=length)
@@ -57,6 +59,8 @@ class NativeEngine:
             eps=config.optimizer.eps,
             weight_decay=config.optimizer.weight_decay,
         )
+        if fp8 is not None:
+            self.optimizer.register_step_post_hook(fp8.drop)
         self.owner: GradientOwner = owner_of(
             self.model,
             self.optimizer,

@@ -51,8 +51,7 @@ class MoE(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         x = x_BTD.reshape(-1, x_BTD.shape[-1])
         choice, weight = self.gate(x)
-        routed, handle = self.dispatcher.dispatch(x, choice, weight)
-        y = self.dispatcher.combine(self.experts(routed), handle)
-        if self.shared_experts is not None:
-            y = y + self.shared_experts(x)
-        return y.view_as(x_BTD)
+        sent = self.dispatcher.send(x, choice, weight)
+        shared = None if self.shared_experts is None else self.shared_experts(x)  # while tokens travel
+        y = self.dispatcher.combine(self.experts(self.dispatcher.receive(sent)), sent)
+        return (y if shared is None else y + shared).view_as(x_BTD)

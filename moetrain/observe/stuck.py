@@ -127,6 +127,7 @@ def _describe(inner_first: list[FrameType], model: nn.Module) -> str:
             layer = names.get(id(owner), "")
         elif hasattr(owner, "_module_fqn"):  # FSDP2's group of parameters
             layer = str(owner._module_fqn or "the root")
-        elif isinstance(getattr(owner, "layer", None), str):  # a backward that says whose it is
+        elif isinstance(getattr(owner, "layer", None), str):  # a dispatcher's, which waits outside of Python
             layer = owner.layer
+            collective = collective or getattr(owner, "collective", "")
     return f"{collective or 'a collective'} in {layer or 'no layer (between micro-batches)'}"

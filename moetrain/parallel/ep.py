@@ -4,6 +4,10 @@ A token travels once to every rank that holds at least one of its experts, howev
 one row: the experts of a rank are summed where they are. With V3's node-limited routing (paper 2.1.2) and expert groups
 placed on ranks in order, that is at most ``topk_group`` rows per token where each group is a rank.
 
+Nobody waits for rows that are on their way: the layer's shared experts run until they are here. So they do in the
+backward, since autograd takes what was computed last first: gradients of rows leave, the shared experts' backward
+runs, and only then is waited for what comes back.
+
 Legend: T tokens, K experts per token, D width, G ranks of the expert group, E experts, F experts of one rank, R rows
 that travel, N entries (row, expert).
 """
@@ -11,7 +15,7 @@ that travel, N entries (row, expert).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,18 +28,39 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from moetrain.model.backends import Experts, Routed
 from moetrain.model.moe import MoE
 
-
-class _Sent(NamedTuple):
-    """What ``combine`` needs to bring rows back: splits, and for each token the places of its rows."""
-
-    rows_out: list[int]
-    rows_in: list[int]
-    position_R: Tensor
-    offset_T: Tensor
-
-
 #: told of every tensor that is sent, and under which name
 Count = Callable[[Literal["experts"], Tensor], None]
+
+
+class Wire(Protocol):
+    """What rows are while they travel to experts (and their gradients, before the down product)."""
+
+    def encode(self, x_RD: Tensor) -> Tensor: ...
+
+    def decode(self, sent: Tensor, like: Tensor) -> Tensor:
+        """-> [R, D], with the dtype and width of ``like``."""
+        ...
+
+
+class AsTheyAre:
+    """Rows in the dtype of the computation."""
+
+    def encode(self, x_RD: Tensor) -> Tensor:
+        return x_RD
+
+    def decode(self, sent: Tensor, like: Tensor) -> Tensor:
+        return sent
+
+
+class _Sent(NamedTuple):
+    """What is under way, and what ``receive`` and ``combine`` need, such as the places of each token's rows."""
+
+    trip: _Trip
+    x_RD: Tensor
+    weight_N: Tensor
+    sizes_G2: Tensor
+    position_R: Tensor
+    offset_T: Tensor
 
 
 class AllToAllDispatcher:
@@ -47,14 +72,16 @@ class AllToAllDispatcher:
         group: the expert group; rank g of it holds experts g * F .. (g + 1) * F - 1.
         experts: E, a multiple of the group's size.
         layer: its place in the model, for messages.
+        wire: what rows are while they travel.
     """
 
-    def __init__(self, group: dist.ProcessGroup, experts: int, *, layer: str = "") -> None:
+    def __init__(self, group: dist.ProcessGroup, experts: int, *, layer: str = "", wire: Wire | None = None) -> None:
         self.group, self.ranks, self.layer = group, group.size(), layer
         self.local = experts // self.ranks
+        self.wire = wire or AsTheyAre()
         self.count: Count = lambda kind, sent: None
 
-    def dispatch(self, x_TD: Tensor, choice_TK: Tensor, weight_TK: Tensor) -> tuple[Routed, _Sent]:
+    def send(self, x_TD: Tensor, choice_TK: Tensor, weight_TK: Tensor) -> _Sent:
         T, K = choice_TK.shape
         rank_TK = choice_TK // self.local
         goes_TG = torch.zeros(T, self.ranks, dtype=torch.bool, device=x_TD.device).scatter_(1, rank_TK, True)
@@ -75,62 +102,133 @@ class AllToAllDispatcher:
         dist.all_to_all_single(sizes_in, sizes_out, group=self.group)
         rows_out, entries_out, rows_in, entries_in = torch.cat([sizes_out, sizes_in], dim=1).t().tolist()
 
-        x_RD = self._exchange(x_TD.index_select(0, token_R), rows_in, rows_out)
-        weight_N = self._exchange(weight_TK.flatten().index_select(0, order_N), entries_in, entries_out)
-        entry_N2 = self._exchange(entry_N2, entries_in, entries_out)
-
-        expert_N, row_N = entry_N2.unbind(dim=1)
-        start_G = sizes_in[:, 0].cumsum(0) - sizes_in[:, 0]
-        row_N = row_N + start_G.repeat_interleave(sizes_in[:, 1], output_size=row_N.shape[0])
-        sorted_N = expert_N.argsort(stable=True)
-        entries_R = torch.bincount(row_N, minlength=x_RD.shape[0])
-        place_N = torch.arange(sorted_N.shape[0], device=sorted_N.device)
-        routed = Routed(
-            x_RD=x_RD,
-            weight_N=weight_N.index_select(0, sorted_N),
-            row_N=row_N.index_select(0, sorted_N),
-            position_N=torch.empty_like(sorted_N).scatter_(0, sorted_N, place_N),
-            offset_R=entries_R.cumsum(0) - entries_R,
-            counts_E=torch.bincount(expert_N, minlength=self.local),
+        trip = _Trip(self, (rows_in, rows_out), (entries_in, entries_out))
+        x_RD, weight_N = _Leave.apply(
+            x_TD.index_select(0, token_R), weight_TK.flatten().index_select(0, order_N), entry_N2, trip
         )
         ranks_T = goes_TG.sum(dim=1)
-        sent = _Sent(rows_out, rows_in, token_R.argsort(stable=True), ranks_T.cumsum(0) - ranks_T)
-        return routed, sent
+        return _Sent(trip, x_RD, weight_N, sizes_in, token_R.argsort(stable=True), ranks_T.cumsum(0) - ranks_T)
 
-    def combine(self, y_RD: Tensor, handle: _Sent) -> Tensor:
-        y_RD = self._exchange(y_RD, handle.rows_out, handle.rows_in)
-        return F.embedding_bag(handle.position_R, y_RD, handle.offset_T, mode="sum")
+    def receive(self, sent: _Sent) -> Routed:
+        x_RD, weight_N = _Arrive.apply(sent.x_RD, sent.weight_N, sent.trip)
+        expert_N, row_N = sent.trip.out[2].unbind(dim=1)
+        rows_G, entries_G = sent.sizes_G2.unbind(dim=1)
+        row_N = row_N + (rows_G.cumsum(0) - rows_G).repeat_interleave(entries_G, output_size=row_N.shape[0])
+        return by_expert(x_RD, weight_N, expert_N, row_N, self.local)
 
-    def _exchange(self, x: Tensor, sizes_in: list[int], sizes_out: list[int]) -> Tensor:
-        out: Tensor = _AllToAll.apply(x, sizes_in, sizes_out, self)
+    def combine(self, y_RD: Tensor, sent: _Sent) -> Tensor:
+        y_RD = _Return.apply(y_RD, sent.trip)
+        return F.embedding_bag(sent.position_R, y_RD, sent.offset_T, mode="sum")
+
+
+def by_expert(x_RD: Tensor, weight_N: Tensor, expert_N: Tensor, row_N: Tensor, experts: int) -> Routed:
+    """Rows that have arrived and their entries (expert, row) in any order, as this rank's experts take them."""
+    sorted_N = expert_N.argsort(stable=True)
+    place_N = torch.empty_like(sorted_N)
+    place_N[sorted_N] = torch.arange(sorted_N.shape[0], device=sorted_N.device)
+    entries_R = torch.bincount(row_N, minlength=x_RD.shape[0])
+    return Routed(
+        x_RD=x_RD,
+        weight_N=weight_N.index_select(0, sorted_N),
+        row_N=row_N.index_select(0, sorted_N),
+        position_N=place_N,
+        offset_R=entries_R.cumsum(0) - entries_R,
+        counts_E=torch.bincount(expert_N, minlength=experts),
+    )
+
+
+class _Trip:
+    """Rows, weights and places of one layer's forward on their way to experts, and the gradients' way back."""
+
+    collective = "all_to_all_single"  # and the layer: for messages (moetrain.observe.stuck)
+
+    def __init__(
+        self,
+        dispatcher: AllToAllDispatcher,
+        rows: tuple[list[int], list[int]],
+        entries: tuple[list[int], list[int]],
+    ) -> None:
+        self.dispatcher, self.layer = dispatcher, dispatcher.layer
+        self.rows, self.entries = rows, entries
+        self.out: tuple[Tensor, Tensor, Tensor]  # rows, weights and places, once they have left
+        self.back: tuple[Tensor, Tensor]  # gradients of rows and weights
+        self._under_way: list[tuple[Any, Tensor]] = []
+
+    def start(self, x: Tensor, sizes: tuple[list[int], list[int]], *, back: bool = False) -> Tensor:
+        """Lets x leave; what is returned is not filled before ``land``."""
+        sizes_in, sizes_out = sizes[::-1] if back else sizes
+        x = x.contiguous()
+        out = x.new_empty(sum(sizes_in), *x.shape[1:])
+        self.dispatcher.count("experts", x)
+        work = dist.all_to_all_single(out, x, sizes_in, sizes_out, group=self.dispatcher.group, async_op=True)
+        self._under_way.append((work, x))  # x has to be there until it has left
         return out
 
+    def land(self) -> None:
+        for work, _ in self._under_way:
+            work.wait()
+        self._under_way.clear()
 
-class _AllToAll(torch.autograd.Function):
-    """Rows to their ranks; the backward sends gradients the way back."""
+
+class _Leave(torch.autograd.Function):
+    """Rows and weights leave; what autograd is given for them says only their shape.
+
+    Backward, their gradients are on the way since ``_Arrive``'s, and land.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, sizes_in: list[int], sizes_out: list[int], dispatcher: AllToAllDispatcher
-    ) -> Tensor:
-        ctx.sizes, ctx.dispatcher, ctx.layer = (sizes_in, sizes_out), dispatcher, dispatcher.layer
-        return _all_to_all(x, sizes_in, sizes_out, dispatcher)
+    def forward(ctx: Any, x_RD: Tensor, weight_N: Tensor, entry_N2: Tensor, trip: _Trip) -> tuple[Tensor, Tensor]:
+        ctx.trip = trip
+        rows = trip.start(trip.dispatcher.wire.encode(x_RD), trip.rows)
+        trip.out = rows, trip.start(weight_N, trip.entries), trip.start(entry_N2, trip.entries)
+        return x_RD.new_empty(1, 1).expand(rows.shape[0], x_RD.shape[1]), weight_N.new_empty(1).expand(len(trip.out[1]))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
-        sizes_in, sizes_out = ctx.sizes
-        return _all_to_all(g, sizes_out, sizes_in, ctx.dispatcher), None, None, None
+    def backward(ctx: Any, *shapes: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        ctx.trip.land()
+        dx, dweight = ctx.trip.back
+        del ctx.trip.back
+        return dx, dweight, None, None
 
 
-def _all_to_all(x: Tensor, sizes_in: list[int], sizes_out: list[int], dispatcher: AllToAllDispatcher) -> Tensor:
-    dispatcher.count("experts", x)
-    out = x.new_empty(sum(sizes_in), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), sizes_in, sizes_out, group=dispatcher.group)
-    return out
+class _Arrive(torch.autograd.Function):
+    """Rows and weights are here. Backward, their gradients leave, and autograd is given what has their shape."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, weight_N: Tensor, trip: _Trip) -> tuple[Tensor, Tensor]:
+        ctx.trip = trip
+        trip.land()
+        return trip.dispatcher.wire.decode(trip.out[0], x_RD), trip.out[1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor, dweight_N: Tensor) -> tuple[Tensor, Tensor, None]:
+        trip = ctx.trip
+        trip.back = trip.start(dx, trip.rows, back=True), trip.start(dweight_N, trip.entries, back=True)
+        return dx, dweight_N, None
 
 
-def spread_experts(model: nn.Module, mesh: DeviceMesh) -> int:
+class _Return(torch.autograd.Function):
+    """The experts' sums go back to their tokens; backward, the gradients travel as rows did."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        out = trip.start(y, trip.rows, back=True)
+        trip.land()
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        trip, wire = ctx.trip, ctx.trip.dispatcher.wire
+        sent = trip.start(wire.encode(g), trip.rows)
+        trip.land()
+        return wire.decode(sent, g), None
+
+
+def spread_experts(model: nn.Module, mesh: DeviceMesh, wire: Wire | None = None) -> int:
     """Splits the routed experts of every layer over ``mesh`` (one dimension) and gives the layer its dispatcher.
 
     Parameters become DTensors, so that whatever wraps, counts or saves them knows that each rank has its own.
@@ -144,7 +242,7 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> int:
         for name, p in list(experts.named_parameters(recurse=False)):
             split = distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=None)
             setattr(experts, name, nn.Parameter(split, requires_grad=p.requires_grad))
-        layer.dispatcher = AllToAllDispatcher(mesh.get_group(), layer.gate.experts, layer=place)
+        layer.dispatcher = AllToAllDispatcher(mesh.get_group(), layer.gate.experts, layer=place, wire=wire)
         experts.product = _on_own_part(experts.product)
     return len(layers)
 

@@ -9,12 +9,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-from moetrain.config.run import SPLIT_BACKWARD, ParallelConfig
+from moetrain.config.run import SPLIT_BACKWARD, Fp8Config, ParallelConfig
 from moetrain.model import Backend, DeepSeek
 from moetrain.model.gate import Gate
 from moetrain.model.layers import MLP, Linear
@@ -24,7 +24,7 @@ from moetrain.parallel.ep import spread_experts
 from moetrain.parallel.ranks import Ranks
 from moetrain.parallel.recompute import recompute_in_backward, recompute_what_is_cheap
 from moetrain.parallel.stages import cut, keep, stages_of
-from moetrain.precision import fp8_experts, fp8_linear, fp8_swiglu
+from moetrain.precision import Fp8, Fp8Rows, products_for
 
 #: precision -> (dtype of the parameters that the optimizer steps, dtype of the computation)
 DTYPES = {
@@ -48,11 +48,23 @@ def needs_group(precision: str, config: ParallelConfig) -> bool:
     return stored != computed or config.offload_states
 
 
-def spread(model: DeepSeek, config: ParallelConfig, precision: str, ranks: Ranks, *, seq_len: int = 4096) -> list[str]:
-    """Applies the plan in place; returns what was applied, a line each, for rank 0 to print.
+class Spread(NamedTuple):
+    """What was applied, a line each, for rank 0 to print; and the FP8 products, which forget weights at each step."""
 
-    ``seq_len`` weighs attention against the rest where stages are cut by cost.
-    """
+    applied: list[str]
+    fp8: Fp8 | None
+
+
+def spread(
+    model: DeepSeek,
+    config: ParallelConfig,
+    precision: str,
+    ranks: Ranks,
+    *,
+    seq_len: int = 4096,
+    fp8_config: Fp8Config | None = None,
+) -> Spread:
+    """Applies the plan in place. ``seq_len`` weighs attention against the rest where stages are cut by cost."""
     stored, computed = dtypes(precision, ranks.device)
     applied = [f"precision {precision}: parameters {_name(stored)}, computation {_name(computed)}, router fp32 or more"]
 
@@ -65,13 +77,20 @@ def spread(model: DeepSeek, config: ParallelConfig, precision: str, ranks: Ranks
     backend = Backend.for_device(ranks.device, computed)
     model.use_backend(backend)
     applied.append(backend.describe)
+    fp8 = None
     if precision == "fp8":
-        applied.append(f"{use_fp8(model)} layers' products in FP8: reference (quantised, fp32 products); the rest high")
+        fp8 = _fp8(fp8_config or Fp8Config(), config, ranks)
+        kept = "kept for a window" if fp8.keep_weights else "made for each use"
+        applied.append(
+            f"{use_fp8(model, fp8)} layers' products in FP8: {fp8.products.describe}; quantised weights {kept}; "
+            "the rest high"
+        )
 
     if ranks.expert_mesh is not None:
-        count = spread_experts(model, ranks.expert_mesh["ep"])
+        count = spread_experts(model, ranks.expert_mesh["ep"], wire=None if fp8 is None else Fp8Rows())
         applied.append(
-            f"experts of {count} layers over {ranks.expert_mesh['ep'].size()} ranks, all-to-all; "
+            f"experts of {count} layers over {ranks.expert_mesh['ep'].size()} ranks, all-to-all"
+            f"{'' if fp8 is None else ' (tokens in FP8, sums not)'}; "
             f"each part on {ranks.expert_mesh['edp'].size()}"
         )
 
@@ -112,23 +131,33 @@ def spread(model: DeepSeek, config: ParallelConfig, precision: str, ranks: Ranks
     in_place = stored == computed and not (ranks.pipe is not None and config.schedule in SPLIT_BACKWARD)
     model.set_in_place_gradients(in_place)
     applied.append(f"weight gradients added by the backward product: {'yes' if in_place else 'no'}")
-    return applied
+    return Spread(applied, fp8)
 
 
-def use_fp8(model: DeepSeek) -> int:
+def _fp8(config: Fp8Config, parallel: ParallelConfig, ranks: Ranks) -> Fp8:
+    gathered = ranks.mesh is not None and parallel.reshard_after_forward and ranks.mesh["dp_shard"].size() > 1
+    return Fp8(
+        products_for(config.products, ranks.device),
+        power_of_two=config.scales == "power_of_two",
+        attention_output=config.attention_output,
+        keep_weights=not (gathered or parallel.offload_states),
+    )
+
+
+def use_fp8(model: DeepSeek, fp8: Fp8) -> int:
     """Attention's projections, dense and shared feed-forwards and routed experts (facts: V3 paper 3.3.1)."""
     layers = 0
     for module in model.modules():
         if isinstance(module, MLA):
-            for projection in module.children():
+            for name, projection in module.named_children():
                 if isinstance(projection, Linear):
-                    projection.product = fp8_linear
+                    projection.product = fp8.linear_after_attention if name == "o_proj" else fp8.linear
                     layers += 1
         elif isinstance(module, MLP):
-            module.product = fp8_swiglu
+            module.product = fp8.swiglu
             layers += 1
         elif isinstance(module, RoutedExperts):
-            module.product = fp8_experts
+            module.product = fp8.experts
             layers += 1
     return layers
 

@@ -38,7 +38,8 @@ def routed_to(m, experts):
 
 
 def steps(m, config, scope, rank, world, **kwargs):
-    accumulator = sgd(m, config, every_loss(config, scope, bias_rate=1e-3 if not kwargs.pop("still") else 0.0), **kwargs)
+    still = {"bias_rate": 0.0} if kwargs.pop("still") else {}
+    accumulator = sgd(m, config, every_loss(config, scope, **still), **kwargs)
     return [accumulator.step(rank_window(rank, world)) for _ in range(3)], state(m)
 
 
@@ -132,21 +133,21 @@ def dispatched_on_rank(rank, world):
     product = backends.REFERENCE.experts
     dispatcher = AllToAllDispatcher(dist.group.WORLD, E)
     own = slice(rank * dispatcher.local, (rank + 1) * dispatcher.local)
-    routed, handle = dispatcher.dispatch(x, choice, weight)
-    y = dispatcher.combine(product(routed, gate_up[own], down[own], in_place_grad=False), handle)
+    sent = dispatcher.send(x, choice, weight)
+    y = dispatcher.combine(product(dispatcher.receive(sent), gate_up[own], down[own], in_place_grad=False), sent)
     out = torch.arange(D, dtype=torch.float64)
     (y * out).sum().backward()
     got = [y.detach(), x.grad.clone(), weight.grad.clone()]
     ours = torch.cat([gate_up.grad.flatten(), down.grad.flatten()])
     x.grad = weight.grad = gate_up.grad = down.grad = None
-    routed_here, none = LocalDispatcher(E).dispatch(x, choice, weight)
-    y = LocalDispatcher(E).combine(product(routed_here, gate_up, down, in_place_grad=False), none)
+    routed_here = LocalDispatcher(E).send(x, choice, weight)
+    y = LocalDispatcher(E).combine(product(routed_here, gate_up, down, in_place_grad=False), routed_here)
     (y * out).sum().backward()
     theirs = torch.cat([gate_up.grad.flatten(), down.grad.flatten()])
     for total in (ours, theirs):
         dist.all_reduce(total)
     want = [y.detach(), x.grad, weight.grad]
-    travelled = handle.rows_out
+    travelled = sent.trip.rows[1]
     needed = [int((choice // dispatcher.local == r).any(dim=1).sum()) for r in range(world)]
     worst = max([float((a - b).abs().max()) for a, b in zip(got, want, strict=True) if a.numel()], default=0.0)
     return worst, float((ours - theirs).abs().max()), travelled == needed

@@ -121,15 +121,15 @@ def experts_on_rank(rank, world):
     accumulator = sgd(m, V3, every_loss(V3, "sequence"))
     rows = entries = 0
     for layer in (x for x in m.modules() if isinstance(x, MoE)):
-        inner = layer.dispatcher.dispatch
+        inner = layer.dispatcher.send
 
-        def dispatch(x, choice, weight, inner=inner, own=V3.n_routed_experts // world):
+        def send(x, choice, weight, inner=inner, own=V3.n_routed_experts // world):
             nonlocal rows, entries
             rows += sum(len(set(tokens)) for tokens in (choice // own).tolist())
             entries += choice.numel()
             return inner(x, choice, weight)
 
-        layer.dispatcher.dispatch = dispatch
+        layer.dispatcher.send = send
     with Calls() as real:
         report = accumulator.step(rank_window(rank, world))
     return rows, entries, dict(report.traffic), real.names

@@ -40,7 +40,7 @@ def test_experts(starved):
     out = torch.randn(40, 16, generator=g)
     found = []
     for experts in (looped_experts, grouped_mm_experts):
-        routed, _ = LocalDispatcher(8).dispatch(x, choice, weight)
+        routed = LocalDispatcher(8).send(x, choice, weight)
         y = experts(routed, up, down, in_place_grad=False)
         found.append([y, *torch.autograd.grad((y * out).sum(), (x, up, down, weight))])
     for ours, theirs in zip(*found, strict=True):
