@@ -5,7 +5,9 @@ sums over tokens (``columns``); weights have one for 128 x 128 (``blocks``). Sca
 itself, without a history. Sizes that 128 does not divide count as padded with zeros, which changes no scale.
 
 Numbers as in DeepSeek's own utility: ``scale = max(amax, 1e-4) / 448``, ``q = x / scale``; with ``power_of_two`` the
-scale is rounded up to a power of two (dispatch, and Blackwell's format). These are the exact reference, in plain torch.
+scale is rounded up to a power of two (dispatch, and Blackwell's format). Not so for gradients: those of a mean loss
+shrink as the global batch grows, and with that floor of 1e-4 they would lose bits by its size, down to none. Theirs is
+the smallest that keeps scales normal numbers, ``GRADIENTS``. These are the exact reference, in plain torch.
 
 ``e5m6`` is the one other format: what V3 keeps of the attention's output for the backward, 12 bits a value (3.3.3).
 
@@ -23,11 +25,12 @@ from torch import Tensor
 TILE = 128
 E4M3_MAX = 448.0
 E5M6_MAX = 65024.0
-SMALLEST = 1e-4  # an amax below counts as this, so that a tile of zeros has a scale
+ACTIVATIONS = 1e-4  # floors: an amax below counts as this, so that a tile of zeros has a scale
+GRADIENTS = 1e-30
 
 
 class Quantised(NamedTuple):
-    """E4M3 values [..., R, C] and the multipliers that bring them back: fp32, one for each ``tile`` = (rows, columns)."""
+    """E4M3 values [..., R, C], and what brings them back: fp32 factors, one for each ``tile`` = (rows, columns)."""
 
     values: Tensor
     scale: Tensor
@@ -44,7 +47,7 @@ class Quantised(NamedTuple):
         return Quantised(values, self.scale.index_select(0, row_N), self.tile)
 
 
-def quantise(x: Tensor, tile: tuple[int, int], *, power_of_two: bool = False) -> Quantised:
+def quantise(x: Tensor, tile: tuple[int, int], *, power_of_two: bool = False, floor: float = ACTIVATIONS) -> Quantised:
     """x [..., R, C] in tiles of any size; its dtype is fp32 or less precise, or float64, which is rounded once.
 
     Values that are not finite stay so: infinite ones make their tile's scale infinite, and with it every value of the
@@ -55,7 +58,7 @@ def quantise(x: Tensor, tile: tuple[int, int], *, power_of_two: bool = False) ->
     high, wide = -(-R // tile[0]), -(-C // tile[1])
     padded = F.pad(x, (0, wide * tile[1] - C, 0, high * tile[0] - R))
     amax = padded.view(*x.shape[:-2], high, tile[0], wide, tile[1]).abs().amax(dim=(-3, -1))
-    scale = amax.clamp(min=SMALLEST) / E4M3_MAX
+    scale = amax.clamp(min=floor) / E4M3_MAX
     if power_of_two:
         scale = _power_of_two(scale)
     scale = scale.to(torch.float32)
@@ -67,14 +70,14 @@ def _power_of_two(scale: Tensor) -> Tensor:
     return torch.exp2(torch.log2(scale).ceil())
 
 
-def tiles(x: Tensor, *, power_of_two: bool = False) -> Quantised:
+def tiles(x: Tensor, *, power_of_two: bool = False, floor: float = ACTIVATIONS) -> Quantised:
     """A scale for 128 neighbours of a row: Fprop's and Dgrad's activations and gradients."""
-    return quantise(x, (1, TILE), power_of_two=power_of_two)
+    return quantise(x, (1, TILE), power_of_two=power_of_two, floor=floor)
 
 
-def columns(x: Tensor, *, power_of_two: bool = False) -> Quantised:
+def columns(x: Tensor, *, power_of_two: bool = False, floor: float = ACTIVATIONS) -> Quantised:
     """A scale for 128 neighbours of a column: Wgrad's operands, which are summed over rows."""
-    return quantise(x, (TILE, 1), power_of_two=power_of_two)
+    return quantise(x, (TILE, 1), power_of_two=power_of_two, floor=floor)
 
 
 def blocks(w: Tensor, *, power_of_two: bool = False) -> Quantised:
@@ -105,7 +108,7 @@ def e5m6(x: Tensor) -> E5M6:
     x = x.to(torch.float32)
     wide = -(-C // TILE)
     amax = F.pad(x, (0, wide * TILE - C)).view(R, wide, TILE).abs().amax(dim=-1)
-    scale = _power_of_two(amax.clamp(min=SMALLEST) / E5M6_MAX)
+    scale = _power_of_two(amax.clamp(min=ACTIVATIONS) / E5M6_MAX)
     y = F.pad(x / _spread(scale, (1, TILE), R, C), (0, C % 2))
     bits = y.view(torch.int32)
     normal = ((bits + 0xFFFF + (bits >> 17 & 1)) & -(1 << 17)).view(torch.float32)  # 17 of 23 bits go

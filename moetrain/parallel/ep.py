@@ -35,7 +35,7 @@ Count = Callable[[Literal["experts"], Tensor], None]
 class Wire(Protocol):
     """What rows are while they travel to experts (and their gradients, before the down product)."""
 
-    def encode(self, x_RD: Tensor) -> Tensor: ...
+    def encode(self, x_RD: Tensor, *, gradient: bool) -> Tensor: ...
 
     def decode(self, sent: Tensor, like: Tensor) -> Tensor:
         """-> [R, D], with the dtype and width of ``like``."""
@@ -45,7 +45,7 @@ class Wire(Protocol):
 class AsTheyAre:
     """Rows in the dtype of the computation."""
 
-    def encode(self, x_RD: Tensor) -> Tensor:
+    def encode(self, x_RD: Tensor, *, gradient: bool) -> Tensor:
         return x_RD
 
     def decode(self, sent: Tensor, like: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, weight_N: Tensor, entry_N2: Tensor, trip: _Trip) -> tuple[Tensor, Tensor]:
         ctx.trip = trip
-        rows = trip.start(trip.dispatcher.wire.encode(x_RD), trip.rows)
+        rows = trip.start(trip.dispatcher.wire.encode(x_RD, gradient=False), trip.rows)
         trip.out = rows, trip.start(weight_N, trip.entries), trip.start(entry_N2, trip.entries)
         return x_RD.new_empty(1, 1).expand(rows.shape[0], x_RD.shape[1]), weight_N.new_empty(1).expand(len(trip.out[1]))
 
@@ -223,7 +223,7 @@ class _Return(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         trip, wire = ctx.trip, ctx.trip.dispatcher.wire
-        sent = trip.start(wire.encode(g), trip.rows)
+        sent = trip.start(wire.encode(g, gradient=True), trip.rows)
         trip.land()
         return wire.decode(sent, g), None
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moetrain.precision.products import Groups, Products
-from moetrain_kernels.quantise import E5M6, Quantised, e5m6
+from moetrain_kernels.quantise import ACTIVATIONS, E5M6, GRADIENTS, Quantised, e5m6
 
 
 class Routed(Protocol):
@@ -72,7 +72,7 @@ class Fp8:
     ) -> None:
         self.products, self.power_of_two, self.attention_output = products, power_of_two, attention_output
         self.keep_weights = keep_weights
-        self._kept: dict[tuple[int, torch.Size], tuple[int, Any]] = {}
+        self._kept: dict[tuple[Any, ...], tuple[torch.UntypedStorage, int, Any]] = {}
 
     def linear(self, x: Tensor, weight: Tensor, *, in_place_grad: bool = False) -> Tensor:
         """``x @ weight.T``: x [..., I], weight [O, I] -> [..., O], the dtype of x."""
@@ -102,21 +102,27 @@ class Fp8:
 
     def weight(self, w: Tensor, parts: int) -> Any:
         """W as the products take it, [O, I] or [E, O, I]; within a window the same one, since the weights are."""
-        key = w.data_ptr(), w.shape
-        version, kept = self._kept.get(key, (-1, None))
+        # by the storage, which is the same for every view of a weight and each time it is gathered; its address is not:
+        # another weight's may come to lie there. Held, so that it stays this weight's.
+        storage = w.untyped_storage()
+        key = storage._cdata, w.storage_offset(), w.shape
+        _, version, kept = self._kept.get(key, (storage, -1, None))
         if kept is None or version != w._version:
             whole = w.detach() if w.ndim == 3 else w.detach().unsqueeze(0)
             kept = self.products.weight(whole, parts, power_of_two=self.power_of_two)
             if self.keep_weights:
-                self._kept[key] = w._version, kept
+                self._kept[key] = storage, w._version, kept
         return kept
 
     def drop(self, *_: Any) -> None:
         """Forgets the quantised weights: an accepted step has moved the weights."""
         self._kept.clear()
 
-    def tiles(self, x: Tensor, *, travels: bool = False) -> Quantised:
-        return self.products.tiles(x, power_of_two=travels or self.power_of_two)
+    def tiles(self, x: Tensor, *, travels: bool = False, floor: float = ACTIVATIONS) -> Quantised:
+        return self.products.tiles(x, power_of_two=travels or self.power_of_two, floor=floor)
+
+    def gradients(self, dy: Tensor, *, travel: bool = False) -> Quantised:
+        return self.tiles(dy, travels=travel, floor=GRADIENTS)
 
     def wgrad(self, weight: Tensor, dy: Tensor, x: Tensor | Quantised, groups: Groups, in_place: bool) -> Tensor | None:
         dw = self.products.wgrad(dy, x, groups, power_of_two=self.power_of_two).view(weight.shape).to(weight.dtype)
@@ -162,7 +168,7 @@ class _Linear(torch.autograd.Function):
         fp8, weight, groups = ctx.fp8, ctx.weight, _one_group(dy)
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = fp8.products.dgrad(fp8.tiles(dy), fp8.weight(weight, 1), groups, dy.dtype)
+            dx = fp8.products.dgrad(fp8.gradients(dy), fp8.weight(weight, 1), groups, dy.dtype)
         if ctx.needs_input_grad[1]:
             x = kept if isinstance(kept, Quantised) else kept.dequantise(dy.dtype)
             dw = fp8.wgrad(weight, dy, x, groups, ctx.in_place)
@@ -204,10 +210,10 @@ class _SwiGLU(torch.autograd.Function):
         routes = _Routes(*rest) if rest else None
         x = Quantised(x_values, x_scale, (1, 128))
         if routes is None:
-            q = fp8.tiles(dy)
+            q = fp8.gradients(dy)
         else:
             x = x.rows(routes.row_N)
-            travelled = fp8.tiles(dy, travels=True)
+            travelled = fp8.gradients(dy, travel=True)
             q, dy = travelled.rows(routes.row_N), travelled.dequantise(dtype).index_select(0, routes.row_N)
 
         gu = Quantised(gu_values, gu_scale, (1, 128)).dequantise(stat)
@@ -228,7 +234,7 @@ class _SwiGLU(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             d_gate_up = fp8.wgrad(ctx.gate_up, dgu, x, groups, in_place)
         if ctx.needs_input_grad[0]:
-            dx = fp8.products.dgrad(fp8.tiles(dgu), fp8.weight(ctx.gate_up, 2), groups, dtype)
+            dx = fp8.products.dgrad(fp8.gradients(dgu), fp8.weight(ctx.gate_up, 2), groups, dtype)
             dx = dx if routes is None else routes.sum_rows(dx)
         return dx, d_gate_up, d_down, dweight, None, None, None
 

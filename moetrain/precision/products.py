@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from moetrain_kernels.quantise import Quantised, columns, quantise, tiles
+from moetrain_kernels.quantise import GRADIENTS, Quantised, columns, quantise, tiles
 
 
 class Groups:
@@ -35,12 +35,12 @@ class Products(Protocol):
 
     describe: str
 
-    def tiles(self, x_NC: Tensor, *, power_of_two: bool) -> Quantised:
-        """1 x 128 tiles."""
+    def tiles(self, x_NC: Tensor, *, power_of_two: bool, floor: float) -> Quantised:
+        """1 x 128 tiles; an amax below ``floor`` counts as that."""
         ...
 
     def weight(self, w_EOI: Tensor, parts: int, *, power_of_two: bool) -> Any:
-        """128 x 128 blocks of each matrix, stacked ``parts`` (gate and up rows) apart; the form is these products' own."""
+        """128 x 128 blocks of each matrix, stacked ``parts`` (gate and up rows) apart; its form is their own."""
         ...
 
     def fprop(self, x: Quantised, weight: Any, groups: Groups, dtype: torch.dtype) -> Tensor:
@@ -64,8 +64,8 @@ class Reference:
 
     describe = "reference (quantised, fp32 products)"
 
-    def tiles(self, x_NC: Tensor, *, power_of_two: bool) -> Quantised:
-        return tiles(x_NC, power_of_two=power_of_two)
+    def tiles(self, x_NC: Tensor, *, power_of_two: bool, floor: float) -> Quantised:
+        return tiles(x_NC, power_of_two=power_of_two, floor=floor)
 
     def weight(self, w_EOI: Tensor, parts: int, *, power_of_two: bool) -> Quantised:
         return quantise(w_EOI.unflatten(1, (parts, -1)), (128, 128), power_of_two=power_of_two)
@@ -94,7 +94,8 @@ class Reference:
         dw = torch.zeros(len(groups.counts), dy_NO.shape[1], x_NI.shape[1], dtype=stat, device=dy_NO.device)
         for g, a, out in zip(dy_NO.split(groups.counts), x_NI.split(groups.counts), dw.unbind(0), strict=True):
             if g.shape[0]:
-                g, a = (columns(t, power_of_two=power_of_two).dequantise(stat) for t in (g, a))
+                g = columns(g, power_of_two=power_of_two, floor=GRADIENTS).dequantise(stat)
+                a = columns(a, power_of_two=power_of_two).dequantise(stat)
                 torch.mm(g.t(), a, out=out)
         return dw
 

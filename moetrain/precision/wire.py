@@ -9,15 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moetrain_kernels.quantise import Quantised, tiles
+from moetrain_kernels.quantise import ACTIVATIONS, GRADIENTS, Quantised, tiles
 
 
 class Fp8Rows:
     """See ``moetrain.parallel.ep.Wire``."""
 
-    def encode(self, x_RD: Tensor) -> Tensor:
+    def encode(self, x_RD: Tensor, *, gradient: bool) -> Tensor:
         """-> uint8 [R, D + ceil(D / 128)] (gloo and NCCL send bytes, and no FP8)."""
-        q = tiles(x_RD, power_of_two=True)
+        q = tiles(x_RD, power_of_two=True, floor=GRADIENTS if gradient else ACTIVATIONS)
         exponent = (q.scale.view(torch.int32) >> 23).to(torch.uint8)  # the sign is 0
         return torch.cat([q.values.view(torch.uint8), exponent], dim=1)
 
