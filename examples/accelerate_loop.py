@@ -1,7 +1,10 @@
-"""Inside an Accelerate loop, on one process or several: accelerate launch examples/accelerate_loop.py"""
+"""Inside an Accelerate loop: torchrun --nproc_per_node 2 examples/accelerate_loop.py takes the steps of one process.
+
+On a CPU `accelerate launch --num_processes 2` starts one process; on GPUs it starts two.
+"""
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DataLoaderConfiguration
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from moetrain import Balance
@@ -9,7 +12,8 @@ from moetrain.accumulate import windows
 from moetrain.integrations.accelerate import accelerate_accumulator
 from moetrain.integrations.transformers import transformers_routers
 
-accelerator = Accelerator(cpu=True)
+accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+accelerator.print(f"{accelerator.num_processes} processes")
 torch.manual_seed(0)
 config = MixtralConfig(
     vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -27,7 +31,8 @@ balance, routers = Balance(scope="window", alpha=1e-2), transformers_routers(mod
 accumulator = accelerate_accumulator(
     accelerator, model, optimizer, scheduler=scheduler, balance=balance, routers=routers, max_norm=1.0
 )
-for step, window in enumerate(windows(loader, micro_batches=8 // accelerator.num_processes), start=1):
+group = torch.distributed.group.WORLD if accelerator.num_processes > 1 else None  # fills windows of unequal length
+for step, window in enumerate(windows(loader, 8 // accelerator.num_processes, group=group), start=1):
     report = accumulator.step(window)
     if step % 5 == 0:
         losses = f"loss {report.losses['lm']:.4f}  balance {report.losses['balance']:.5f}"

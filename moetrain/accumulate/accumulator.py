@@ -124,6 +124,12 @@ class MoEAccumulator:
         owner: GradientOwner | None = None,
     ) -> None:
         self._check(model, optimizer, loss, scheduler)
+        if not isinstance(balance, Balance | None):
+            raise ValueError(f"balance must be a moetrain.Balance, such as Balance(alpha=1e-4), not {balance!r}")
+        if routers is not None and not (
+            isinstance(routers, Sequence) and all(isinstance(router, Router) for router in routers)
+        ):
+            raise ValueError("routers must be a list of Router: find_routers(model) or transformers_routers(model)")
         if reduce not in ("window", "micro_batch"):
             raise ValueError(f"reduce must be 'window' or 'micro_batch', not {reduce!r}")
         if max_norm is not None and not (isinstance(max_norm, int | float) and 0.0 < max_norm < math.inf):
@@ -178,6 +184,14 @@ class MoEAccumulator:
     @staticmethod
     def _check(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, scheduler: object) -> None:
         """Parts that would give a wrong step, or fail in the middle of one."""
+        for part in (optimizer, scheduler):
+            if type(part).__module__.startswith("accelerate."):
+                raise ValueError(
+                    f"{type(part).__name__} steps once per process and by rules of its own: use "
+                    "moetrain.integrations.accelerate.accelerate_accumulator, which takes what is inside"
+                )
+        if not hasattr(optimizer, "param_groups"):
+            raise ValueError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
         own = {id(p) for p in model.parameters()}
         if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(

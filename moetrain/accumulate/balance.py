@@ -50,8 +50,8 @@ class Balance:
             raise ValueError(f"balance scope must be one of {', '.join(scopes)}, not {self.scope!r}")
         for name in ("alpha", "alpha_device", "alpha_communication", "z_loss", "bias_rate"):
             value = getattr(self, name)
-            if not 0.0 <= value < math.inf:
-                raise ValueError(f"balance {name} must be a number from 0 on, not {value}")
+            if not isinstance(value, int | float) or not 0.0 <= value < math.inf:
+                raise ValueError(f"balance {name} must be a number from 0 on, not {value!r}")
 
     @property
     def active(self) -> bool:

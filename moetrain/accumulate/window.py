@@ -9,11 +9,13 @@ Legend: B rows, T tokens, K slots.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 IGNORED = -100
@@ -163,26 +165,56 @@ class Window(Sequence[MicroBatch]):
         return window
 
 
-def windows(loader: Iterable[Mapping[str, Tensor]], micro_batches: int) -> Iterator[Window]:
-    """Windows of ``micro_batches`` micro-batches from any loader; the last may be shorter and is not lost."""
+def windows(
+    loader: Iterable[Mapping[str, Tensor]], micro_batches: int, *, group: dist.ProcessGroup | None = None
+) -> Iterator[Window]:
+    """Windows of ``micro_batches`` micro-batches from any loader; the last may be shorter and is not lost.
+
+    Each rank's ``loader`` gives that rank's own micro-batches. Where ranks may have different numbers of them, give
+    ``group`` (``dist.group.WORLD``): a rank that has fewer fills its window with micro-batches of padding, and all end
+    together; it costs one number a window.
+    """
     if not isinstance(micro_batches, int) or micro_batches < 1:
         raise ValueError(f"micro_batches must be a whole number from 1 on, not {micro_batches}")
-    held: list[Mapping[str, Tensor]] = []
-    for item in loader:
-        held.append(item)
-        if len(held) == micro_batches:
-            yield Window(held)
-            held = []
-    if held:
-        yield Window(held)
+    items = iter(loader)
+    padding: Mapping[str, Tensor] | MicroBatch = _PADDING  # for a rank that never had any
+    while True:
+        window: list[Mapping[str, Tensor] | MicroBatch] = list(itertools.islice(items, micro_batches))
+        most = len(window) if group is None else _most(len(window), group)
+        if most == 0:
+            return
+        if window:
+            padding = Window(window[-1:])[0].empty()
+        yield Window(window + [padding] * (most - len(window)))
+
+
+_PADDING = {
+    "input_ids": torch.zeros(1, 2, dtype=torch.int64),
+    "labels": torch.full((1, 2), IGNORED),
+    "attention_mask": torch.zeros(1, 2, dtype=torch.int64),
+}
+
+
+def _most(count: int, group: dist.ProcessGroup) -> int:
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    most = torch.tensor(count, device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    return int(most)
 
 
 def _micro_batch(slot: int, item: Mapping[str, Tensor] | MicroBatch) -> MicroBatch:
     if isinstance(item, MicroBatch):
         item = {**item.extra, **{name: x for name in _KNOWN if (x := getattr(item, name)) is not None}}
+    if not isinstance(item, Mapping):
+        raise ValueError(
+            f"micro-batch {slot} is a {type(item).__name__}: a window is built from mappings with input_ids and labels"
+        )
     for key in ("input_ids", "labels"):
         if key not in item:
-            raise ValueError(f"micro-batch {slot} has no {key!r}: a window is built from input_ids and labels")
+            raise ValueError(
+                f"micro-batch {slot} has no {key!r}: a window is built from input_ids and labels (the same ids, not "
+                f"shifted, with {IGNORED} where there is no loss)"
+            )
     for key in _KNOWN:
         if item.get(key) is not None and not isinstance(item[key], Tensor):
             raise ValueError(f"micro-batch {slot}: {key} must be a tensor, not {type(item[key]).__name__}")

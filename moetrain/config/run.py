@@ -118,7 +118,8 @@ class BatchConfig(Section):
 
 class OptimizerConfig(Section):
     """AdamW. ``lr`` is the peak rate; ``max_norm`` clips the one global gradient norm (null: no clipping), and
-    a window whose norm is above ``skip_above`` is discarded whole, on every rank (null: none)."""
+    a window whose norm is above ``skip_above`` is discarded whole, on every rank (null: none). ``moments: bf16``
+    halves what they take (V3)."""
 
     name: Literal["adamw"] = "adamw"
     lr: PositiveReal
@@ -128,6 +129,15 @@ class OptimizerConfig(Section):
     max_norm: PositiveReal | None = 1.0
     skip_above: PositiveReal | None = None
     moments: Literal["fp32", "bf16"] = "fp32"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> OptimizerConfig:
+        if self.moments == "bf16" and self.betas[1] > 1 - 2**-8:
+            raise ValueError(
+                f"moments: bf16 would round away what betas[1] ({self.betas[1]}) adds in a step: "
+                "set it to 0.996 at most (V3: 0.95), or moments: fp32"
+            )
+        return self
 
 
 class _Schedule(Section):
@@ -247,8 +257,9 @@ class ParallelConfig(Section):
     (default: as many as ``schedule`` needs). ``recompute`` trades compute for activations: ``selective`` makes
     norms and MLA's up-projections again, ``full`` whole blocks. ``offload_activations`` lets activations wait in
     host memory (GPU only), ``offload_states`` keeps parameters, gradients and optimizer states there between
-    their uses. ``reduce: window`` reduces gradients once a window, ``micro_batch`` at every micro-batch (less
-    memory, more traffic). A collective that waits longer than ``timeout_s`` for a rank ends the run.
+    their uses. ``dispatch`` brings tokens to experts: ``auto`` takes DeepEP where it is installed and the run
+    computes in bf16 on GPUs. ``reduce: window`` reduces gradients once a window, ``micro_batch`` at every micro-batch
+    (less memory, more traffic). A collective that waits longer than ``timeout_s`` for a rank ends the run.
     """
 
     world_size: Positive | None = None
@@ -257,6 +268,7 @@ class ParallelConfig(Section):
     dp_shard: Int = -1
     ep: Positive = 1
     cp: Positive = 1
+    dispatch: Literal["auto", "all_to_all", "deep_ep"] = "auto"
     schedule: PipelineSchedule = "1f1b"
     stages_per_rank: Positive | None = None
     recompute: Literal["none", "selective", "full"] = "none"

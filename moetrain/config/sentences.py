@@ -78,6 +78,16 @@ def dotted_keys(root: type[BaseModel], prefix: str = "") -> list[str]:
     return keys
 
 
+#: what other trainers call it
+_ELSEWHERE = {
+    "learning_rate": "lr", "max_grad_norm": "max_norm", "grad_clip": "max_norm", "clip_grad": "max_norm",
+    "gradient_clipping": "max_norm", "batch_size": "global_batch", "train_batch_size": "global_batch",
+    "per_device_train_batch_size": "micro_batch", "max_steps": "steps", "train_iters": "steps", "num_steps": "steps",
+    "max_length": "seq_len", "sequence_length": "seq_len", "dtype": "precision", "mixed_precision": "precision",
+    "output_dir": "run_dir", "save_interval": "every", "save_steps": "every",
+}  # fmt: skip
+
+
 def _nearest(path: list[str], root: type[BaseModel]) -> str:
     *section, name = path
     prefix = "".join(f"{part}." for part in section)
@@ -88,6 +98,8 @@ def _nearest(path: list[str], root: type[BaseModel]) -> str:
         return f"; did you mean `{prefix}{close[0]}`?"
     if same := [key for key in everywhere if key.rsplit(".", 1)[-1] == name]:
         return f"; did you mean `{same[0]}`?"
+    if (known := _ELSEWHERE.get(name)) in here:
+        return f"; here it is `{prefix}{known}`"
     if close := difflib.get_close_matches(name, here, n=1, cutoff=0.4):
         return f"; the nearest key is `{prefix}{close[0]}`"
     return f"; the keys here are {', '.join(here)}" if here else ""

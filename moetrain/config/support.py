@@ -15,7 +15,6 @@ def unsupported(config: RunConfig) -> list[tuple[str, str]]:
     table = [
         (config.engine == "deepspeed", "engine: deepspeed", "engine=native"),
         (parallel.cp > 1, f"parallel.cp: {parallel.cp}", "parallel.cp=1"),
-        (config.optimizer.moments == "bf16", "optimizer.moments: bf16", "optimizer.moments=fp32"),
     ]
     return [(what, instead) for wanted, what, instead in table if wanted]
 

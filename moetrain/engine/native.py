@@ -58,6 +58,7 @@ class NativeEngine:
             betas=config.optimizer.betas,
             eps=config.optimizer.eps,
             weight_decay=config.optimizer.weight_decay,
+            moments=config.optimizer.moments,
         )
         if fp8 is not None:
             self.optimizer.register_step_post_hook(fp8.drop)

@@ -33,8 +33,9 @@ def accelerate_accumulator(
 
     ``scheduler`` is stepped once per accepted window, on any number of processes. With ``mixed_precision="fp16"`` the
     loss is scaled by ``LossScale`` in place of Accelerate's scaler. No ``accumulate()``, ``backward()`` or
-    ``clip_grad_norm_()`` of the accelerator is needed. Note that a prepared loader repeats samples to make the last
-    batches even; ``DataLoaderConfiguration(even_batches=False)`` leaves them as they are.
+    ``clip_grad_norm_()`` of the accelerator is needed. A prepared loader repeats samples to make the last
+    batches even, and the last step is then not the one of one process: give the accelerator
+    ``dataloader_config=DataLoaderConfiguration(even_batches=False)``, and ``windows`` the ``group``.
 
     Raises:
         ValueError: the accelerator accumulates by itself, or runs on something that is not supported here.

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from moetrain.model.backends import Experts, Routed
+from moetrain.model.dispatch import Dispatcher
 from moetrain.model.moe import MoE
 
 #: told of every tensor that is sent, and under which name
@@ -228,10 +229,11 @@ class _Return(torch.autograd.Function):
         return wire.decode(sent, g), None
 
 
-def spread_experts(model: nn.Module, mesh: DeviceMesh, wire: Wire | None = None) -> int:
+def spread_experts(model: nn.Module, mesh: DeviceMesh, dispatcher: Callable[[str, int], Dispatcher]) -> int:
     """Splits the routed experts of every layer over ``mesh`` (one dimension) and gives the layer its dispatcher.
 
-    Parameters become DTensors, so that whatever wraps, counts or saves them knows that each rank has its own.
+    ``dispatcher`` makes it, given the layer's place and how many experts it has. Parameters become DTensors, so that
+    whatever wraps, counts or saves them knows that each rank has its own.
 
     Returns:
         How many layers were split.
@@ -242,7 +244,7 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh, wire: Wire | None = None)
         for name, p in list(experts.named_parameters(recurse=False)):
             split = distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=None)
             setattr(experts, name, nn.Parameter(split, requires_grad=p.requires_grad))
-        layer.dispatcher = AllToAllDispatcher(mesh.get_group(), layer.gate.experts, layer=place, wire=wire)
+        layer.dispatcher = dispatcher(place, layer.gate.experts)
         experts.product = _on_own_part(experts.product)
     return len(layers)
 

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +17,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 from moetrain.config.run import SPLIT_BACKWARD, Fp8Config, ParallelConfig
 from moetrain.model import Backend, DeepSeek
+from moetrain.model.dispatch import Dispatcher
 from moetrain.model.gate import Gate
 from moetrain.model.layers import MLP, Linear
 from moetrain.model.mla import MLA
 from moetrain.model.moe import MoE, RoutedExperts
-from moetrain.parallel.ep import spread_experts
+from moetrain.parallel import deep_ep
+from moetrain.parallel.ep import AllToAllDispatcher, spread_experts
 from moetrain.parallel.ranks import Ranks
 from moetrain.parallel.recompute import recompute_in_backward, recompute_what_is_cheap
 from moetrain.parallel.stages import cut, keep, stages_of
@@ -87,9 +90,10 @@ def spread(
         )
 
     if ranks.expert_mesh is not None:
-        count = spread_experts(model, ranks.expert_mesh["ep"], wire=None if fp8 is None else Fp8Rows())
+        dispatcher, how = _dispatcher(model, config, ranks, computed, fp8 is not None)
+        count = spread_experts(model, ranks.expert_mesh["ep"], dispatcher)
         applied.append(
-            f"experts of {count} layers over {ranks.expert_mesh['ep'].size()} ranks, all-to-all"
+            f"experts of {count} layers over {ranks.expert_mesh['ep'].size()} ranks, {how}"
             f"{'' if fp8 is None else ' (tokens in FP8, sums not)'}; "
             f"each part on {ranks.expert_mesh['edp'].size()}"
         )
@@ -132,6 +136,19 @@ def spread(
     model.set_in_place_gradients(in_place)
     applied.append(f"weight gradients added by the backward product: {'yes' if in_place else 'no'}")
     return Spread(applied, fp8)
+
+
+def _dispatcher(
+    model: DeepSeek, config: ParallelConfig, ranks: Ranks, computed: torch.dtype, fp8: bool
+) -> tuple[Callable[[str, int], Dispatcher], str]:
+    assert ranks.expert_mesh is not None
+    group = ranks.expert_mesh["ep"].get_group()
+    fits = computed == torch.bfloat16 and ranks.device.type == "cuda"
+    if config.dispatch == "deep_ep" or (config.dispatch == "auto" and fits and deep_ep.installed()):
+        buffer = deep_ep.buffer_for(group, model.config.hidden_size)
+        return lambda place, experts: deep_ep.DeepEPDispatcher(buffer, group.size(), experts, fp8=fp8), "DeepEP"
+    wire = Fp8Rows() if fp8 else None
+    return lambda place, experts: AllToAllDispatcher(group, experts, layer=place, wire=wire), "all-to-all"
 
 
 def _fp8(config: Fp8Config, parallel: ParallelConfig, ranks: Ranks) -> Fp8:

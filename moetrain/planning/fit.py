@@ -17,6 +17,7 @@ from moetrain.config import RunConfig
 from moetrain.config.support import unsupported
 from moetrain.errors import UserError
 from moetrain.model import DeepSeek
+from moetrain.parallel import deep_ep
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,9 @@ def check(config: RunConfig, path: Path | None = None, machine: Machine | None =
         mend = _instead(path, only_gpus=no_gpus and len(lacks) == 1)
         raise UserError(f"{name} needs {' and '.join(lacks)}{_not_yet(config)}{mend}")
     p = config.parallel
+    if p.dispatch == "deep_ep" and not (on_gpu and config.precision in ("bf16", "fp8") and deep_ep.installed()):
+        has = "is not installed" if deep_ep.installed() is False else "carries bf16 and FP8 between GPUs alone"
+        raise UserError(f"parallel.dispatch: deep_ep, but DeepEP {has}; use parallel.dispatch=all_to_all")
     fixed = p.pp * p.dp_replicate
     if p.dp_shard not in (-1, machine.ranks // fixed) and ranks == machine.ranks:
         times = f" for each of {fixed} stages and copies" if fixed > 1 else ""

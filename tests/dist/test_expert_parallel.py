@@ -15,9 +15,12 @@ from moetrain.accumulate import Balance
 from moetrain.config.run import ParallelConfig
 from moetrain.model import backends
 from moetrain.model.dispatch import LocalDispatcher
+from moetrain.parallel.deep_ep import DeepEPDispatcher
 from moetrain.parallel.ep import AllToAllDispatcher
 from moetrain.parallel.plan import spread
+from moetrain.precision import Fp8, Fp8Rows, Reference
 from moetrain.parallel.ranks import Ranks, meshes
+from tests.support.deep_ep import Buffer
 from tests.support.processes import run_ranks
 from tests.support.small import FAMILIES, V3, difference, every_loss, model, rank_window, same_report, sgd, state
 
@@ -120,7 +123,7 @@ def test_experts_without_a_token_have_zero_gradients_and_not_none():
     assert all(total == 0.0 and size for total, size in second.values())
 
 
-def dispatched_on_rank(rank, world):
+def dispatched_on_rank(rank, world, over_deep_ep=False):
     """The dispatcher alone, with rows that travel once per rank: the sums of a local dispatcher."""
     g = torch.Generator().manual_seed(rank)
     E, T, K, D, m = 8, (0, 5, 1, 9)[rank], 3, 6, 4
@@ -132,6 +135,9 @@ def dispatched_on_rank(rank, world):
     down = torch.randn(E, D, m, generator=every, dtype=torch.float64, requires_grad=True)
     product = backends.REFERENCE.experts
     dispatcher = AllToAllDispatcher(dist.group.WORLD, E)
+    if over_deep_ep:
+        weight = weight.detach().float().double().requires_grad_()  # DeepEP's weights are fp32
+        dispatcher = DeepEPDispatcher(Buffer(dist.group.WORLD), world, E)
     own = slice(rank * dispatcher.local, (rank + 1) * dispatcher.local)
     sent = dispatcher.send(x, choice, weight)
     y = dispatcher.combine(product(dispatcher.receive(sent), gate_up[own], down[own], in_place_grad=False), sent)
@@ -147,12 +153,51 @@ def dispatched_on_rank(rank, world):
     for total in (ours, theirs):
         dist.all_reduce(total)
     want = [y.detach(), x.grad, weight.grad]
-    travelled = sent.trip.rows[1]
+    if over_deep_ep:
+        assert all(event.waited for event in dispatcher.buffer.events[1:])  # the layout's comes from this stream
+    travelled = sent.trip.handle[1] if over_deep_ep else sent.trip.rows[1]
     needed = [int((choice // dispatcher.local == r).any(dim=1).sum()) for r in range(world)]
     worst = max([float((a - b).abs().max()) for a, b in zip(got, want, strict=True) if a.numel()], default=0.0)
     return worst, float((ours - theirs).abs().max()), travelled == needed
 
 
+def test_deep_ep_takes_the_place_of_all_to_all():
+    """Against a stand-in that keeps its contract; 1e-4 since gradients of weights, some tens, come back in fp32."""
+    for apart, weights_apart, once in run_ranks(dispatched_on_rank, 4, True):
+        assert apart < 1e-4 and weights_apart < 1e-11 and once
+
+
 def test_the_dispatcher_sends_a_token_once_to_each_rank_that_needs_it():
     for apart, weights_apart, once in run_ranks(dispatched_on_rank, 4):
         assert apart < 1e-12 and weights_apart < 1e-11 and once
+
+
+def fp8_on_rank(rank, world, kind):
+    """Rows in FP8 on the way, both ways of sending them, against the sums of experts that are all here."""
+    g = torch.Generator().manual_seed(rank)
+    E, T, K, D, m = 4, (7, 0)[rank], 2, 160, 72
+    x, weight = torch.randn(T, D, generator=g).requires_grad_(), torch.rand(T, K, generator=g).requires_grad_()
+    choice = torch.randint(0, E, (T, K), generator=g)
+    every = torch.Generator().manual_seed(9)
+    gate_up, down = torch.randn(E, 2 * m, D, generator=every), torch.randn(E, D, m, generator=every)
+    fp8 = Fp8(Reference())
+    here = LocalDispatcher(E)
+    there = AllToAllDispatcher(dist.group.WORLD, E, wire=Fp8Rows())
+    if kind == "deep_ep":
+        there = DeepEPDispatcher(Buffer(dist.group.WORLD), world, E, fp8=True)
+    sizes = []
+    there.count = lambda kind, sent: sizes.append((sent.dtype, sent.numel()))
+    found = []
+    for dispatcher, own in ((here, slice(None)), (there, slice(rank * 2, rank * 2 + 2))):
+        sent = dispatcher.send(x, choice, weight)
+        y = dispatcher.combine(fp8.experts(dispatcher.receive(sent), gate_up[own], down[own]), sent)
+        found.append([y.detach(), *torch.autograd.grad((y * torch.linspace(-1, 1, D)).sum(), (x, weight))])
+    apart = [float((a - b).norm() / b.norm().clamp(min=1e-9)) for b, a in zip(*found, strict=True)]
+    return apart, any(dtype in (torch.uint8, torch.float8_e4m3fn) for dtype, _ in sizes)
+
+
+@pytest.mark.parametrize("kind", ["all_to_all", "deep_ep"])
+def test_tokens_in_fp8_give_what_they_would_have_given_unsent(kind):
+    """Products see the same operands; 1e-6 for sums of a token's experts in another order."""
+    for apart, fp8 in run_ranks(fp8_on_rank, 2, kind):
+        assert max(apart) < 1e-6 and fp8

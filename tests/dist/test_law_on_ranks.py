@@ -10,18 +10,19 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from moetrain.accumulate import Balance, LossScale, MoEAccumulator, Window
+from moetrain.accumulate import Balance, LossScale, MoEAccumulator, Window, windows
 from moetrain.config.run import ParallelConfig
 from moetrain.model import DeepSeekLoss
 from moetrain.parallel.plan import spread
 from moetrain.parallel.ranks import Ranks
 from moetrain.parallel.recompute import recompute_in_backward
 from tests.support.processes import run_ranks
-from tests.support.small import FAMILIES, difference, every_loss, full, model, rank_window, rows, same_report, sgd, state
+from tests.support.small import FAMILIES, V3, difference, every_loss, full, model, rank_window, rows, same_report, sgd, state
 
 pytestmark = pytest.mark.dist
 STEPS = 3
@@ -302,3 +303,24 @@ def test_the_norm_of_shards_is_the_norm_of_the_whole():
     assert results[0] == results[1]
     reported, whole = results[0]
     assert abs(reported - whole) < 1e-12 * whole
+
+
+def uneven_on_rank(rank, world):
+    """Rank 0 has five micro-batches, rank 1 two, rank 2 none: windows of two each, filled up."""
+    parts = [[(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)], [(5, 6), (2, 4)], []][rank]
+    m = model()
+    accumulator = sgd(m, V3, every_loss(V3, "window"))
+    group = dist.group.WORLD if world > 1 else None
+    return [accumulator.step(w) for w in windows([rows(*part) for part in parts], 2, group=group)], state(m)
+
+
+def test_ranks_with_fewer_micro_batches_fill_up_and_end_together():
+    m = model()
+    accumulator = sgd(m, V3, every_loss(V3, "window"))
+    together = [[(0, 1), (1, 2), (5, 6), (2, 4)], [(2, 3), (3, 4)], [(4, 5)]]
+    want = [accumulator.step(Window(rows(*part) for part in parts)) for parts in together]
+    for reports, parameters in run_ranks(uneven_on_rank, 3):
+        assert len(reports) == 3
+        for a, b in zip(reports, want, strict=True):
+            same_report(a, b, 1e-12)
+        assert difference(parameters, state(m)) < 1e-12

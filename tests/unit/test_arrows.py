@@ -28,7 +28,7 @@ ARROWS: dict[str, tuple[set[str], set[str]]] = {
     "config": ({"errors"}, {"pydantic", "yaml"}),
     "model": ({"config", "errors", "moetrain_kernels"}, {"torch", "einops"}),
     "precision": ({"config", "errors", "moetrain_kernels"}, {"torch", "deep_gemm"}),
-    "parallel": ({"model", "precision", "config", "errors"}, {"torch"}),
+    "parallel": ({"model", "precision", "config", "errors", "moetrain_kernels"}, {"torch", "deep_ep"}),
     "engine": ({"accumulate", "parallel", "optim", "model", "config", "errors"}, {"torch", "deepspeed"}),
     "optim": ({"errors"}, {"torch"}),
     "data": ({"config", "errors"}, {"torch", "numpy", "tokenizers", "rich"}),

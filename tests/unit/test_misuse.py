@@ -28,6 +28,36 @@ def test_parameters_that_are_not_the_models_are_refused():
     causes("not the model's", m, optimizer=torch.optim.SGD(model().parameters(), lr=0.1))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"optimizer": None}, "must be a torch.optim.Optimizer"),
+        ({"balance": 0.01}, "must be a moetrain.Balance"),
+        ({"balance": {"alpha": 0.01}}, "must be a moetrain.Balance"),
+        ({"routers": [1, 2]}, "must be a list of Router"),
+        ({"routers": torch.nn.Linear(1, 1)}, "must be a list of Router"),
+    ],
+)
+def test_a_part_of_the_wrong_kind_is_named(wrong, match):
+    causes(match, model(), **wrong)
+
+
+@pytest.mark.parametrize("alpha", ["1e-3", None, float("nan"), -1.0])
+def test_a_weight_of_balance_is_a_number(alpha):
+    with pytest.raises(ValueError, match="balance alpha must be a number from 0 on"):
+        Balance(alpha=alpha)
+
+
+def test_parts_that_accelerate_wrapped_are_refused_and_not_stepped_twice():
+    accelerate = pytest.importorskip("accelerate")
+    m = model()
+    optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    wrapped, prepared = accelerate.Accelerator(cpu=True).prepare(optimizer, scheduler)
+    causes("accelerate_accumulator", m, optimizer=wrapped)
+    causes("accelerate_accumulator", m, optimizer=optimizer, scheduler=prepared)
+
+
 class Twice(DeepSeekLoss):
     def __call__(self, m, micro_batch):
         return (super().__call__(m, micro_batch) + super().__call__(m, micro_batch)) / 2

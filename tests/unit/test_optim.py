@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -138,3 +139,34 @@ def test_a_steered_batch_follows_the_measured_scale_within_its_bounds():
     other = NoiseSteeredBatch(8, 4, 64, increment=4, decay=0.5)
     other.load_state_dict(sizes.state_dict())
     assert vars(other) == vars(sizes)
+
+
+def test_bf16_moments_are_adamw_with_rounded_moments():
+    """Against the formula in float64; 1e-6: the step itself is in fp32."""
+    g = torch.Generator().manual_seed(0)
+    m = torch.nn.Linear(5, 7, bias=False)
+    optimizer, how = build_adamw(m, lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, moments="bf16")
+    assert how.endswith("moments in bf16")
+    w = m.weight.detach().double().clone()
+    first, second = torch.zeros_like(w), torch.zeros_like(w)
+    for step in range(1, 6):
+        grad = torch.randn(7, 5, generator=g)
+        m.weight.grad = grad.clone()
+        optimizer.step()
+        first = 0.9 * first + 0.1 * grad.double()
+        second = 0.95 * second + 0.05 * grad.double() ** 2
+        update = (first / (1 - 0.9**step)) / ((second / (1 - 0.95**step)).sqrt() + 1e-8)
+        w = w * (1 - 0.1 * 0.1) - 0.1 * update
+        assert torch.allclose(m.weight.detach().double(), w, rtol=1e-5, atol=1e-6)
+        first, second = (x.float().bfloat16().double() for x in (first, second))
+        w = m.weight.detach().double()
+        assert {x.dtype for name, x in optimizer.state[m.weight].items() if name != "step"} == {torch.bfloat16}
+    again = torch.nn.Linear(5, 7, bias=False)
+    again.load_state_dict(m.state_dict())
+    resumed, _ = build_adamw(again, lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, moments="bf16")
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for model_, stepped in ((m, optimizer), (again, resumed)):
+        model_.weight.grad = torch.ones(7, 5)
+        stepped.step()
+    assert torch.equal(m.weight, again.weight)
+    assert resumed.state[again.weight]["exp_avg"].dtype == torch.bfloat16
