@@ -3,7 +3,7 @@
 #   make test       the quick tests          make test-all   the slow ones too
 #   make check      linter, formatter, types
 #   make bench      step time and memory against transformers; cost of the accumulation core
-#   make gpu        tests that need a CUDA device
+#   make gpu        tests that need a CUDA device, and each kernel's speed there
 # On a machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves the CUDA build of torch.
 
 PYTHON ?= python3
@@ -24,6 +24,7 @@ test-all: $(STAMP)
 
 gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python benchmarks/kernels.py
 
 check: $(STAMP)
 	$(BIN)/ruff check .

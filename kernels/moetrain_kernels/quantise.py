@@ -67,7 +67,10 @@ def quantise(x: Tensor, tile: tuple[int, int], *, power_of_two: bool = False, fl
 
 
 def _power_of_two(scale: Tensor) -> Tensor:
-    return torch.exp2(torch.log2(scale).ceil())
+    """The next one up; by the exponent, since a logarithm near one is rounded to it."""
+    mantissa, exponent = torch.frexp(scale)  # in [0.5, 1)
+    up = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).to(exponent.dtype))
+    return torch.where(scale.isfinite(), up, scale)
 
 
 def tiles(x: Tensor, *, power_of_two: bool = False, floor: float = ACTIVATIONS) -> Quantised:

@@ -21,7 +21,6 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -195,8 +194,8 @@ class _SwiGLU(torch.autograd.Function):
             q = kept.rows(routes.row_N)
         gu = fp8.products.fprop(q, fp8.weight(gate_up, 2), groups, x.dtype)
         waits = fp8.tiles(gu)
-        h = _swiglu(gu, weight_N)
-        y = fp8.products.fprop(fp8.tiles(h), fp8.weight(down, 1), groups, x.dtype)
+        h = fp8.products.swiglu(gu, weight_N, power_of_two=fp8.power_of_two)
+        y = fp8.products.fprop(h, fp8.weight(down, 1), groups, x.dtype)
         ctx.save_for_backward(kept.values, kept.scale, waits.values, waits.scale, weight_N, *(routes or ()))
         ctx.gate_up, ctx.down, ctx.fp8, ctx.in_place, ctx.groups = gate_up, down, fp8, in_place, groups
         return y if routes is None else routes.sum_rows(y)
@@ -216,30 +215,17 @@ class _SwiGLU(torch.autograd.Function):
             travelled = fp8.gradients(dy, travel=True)
             q, dy = travelled.rows(routes.row_N), travelled.dequantise(dtype).index_select(0, routes.row_N)
 
-        gu = Quantised(gu_values, gu_scale, (1, 128)).dequantise(stat)
-        gate, up = gu.chunk(2, dim=-1)
-        act = F.silu(gate)
-        h = act * up
         g = fp8.products.dgrad(q, fp8.weight(ctx.down, 1), groups, stat)
-        dweight = None
+        dgu, dweight, again = fp8.products.swiglu_backward(
+            Quantised(gu_values, gu_scale, (1, 128)), weight_N, g, dtype=dtype, power_of_two=fp8.power_of_two
+        )
         d_gate_up = d_down = dx = None
         if ctx.needs_input_grad[2]:
-            again = h if weight_N is None else h * weight_N.to(stat).unsqueeze(1)
-            d_down = fp8.wgrad(ctx.down, dy, fp8.tiles(again), groups, in_place)
-        if weight_N is not None:
-            dweight = torch.linalg.vecdot(g, h).to(weight_N.dtype)
-            g = g * weight_N.to(stat).unsqueeze(1)
-        dgate = torch.ops.aten.silu_backward(g * up, gate)
-        dgu = torch.cat([dgate, g * act], dim=-1).to(dtype)
+            d_down = fp8.wgrad(ctx.down, dy, again, groups, in_place)
         if ctx.needs_input_grad[1]:
             d_gate_up = fp8.wgrad(ctx.gate_up, dgu, x, groups, in_place)
         if ctx.needs_input_grad[0]:
             dx = fp8.products.dgrad(fp8.gradients(dgu), fp8.weight(ctx.gate_up, 2), groups, dtype)
             dx = dx if routes is None else routes.sum_rows(dx)
+        dweight = None if dweight is None else dweight.to(weight_N.dtype)
         return dx, d_gate_up, d_down, dweight, None, None, None
-
-
-def _swiglu(gu: Tensor, weight_N: Tensor | None) -> Tensor:
-    gate, up = gu.chunk(2, dim=-1)
-    h = F.silu(gate) * up
-    return h if weight_N is None else (h * weight_N.unsqueeze(1)).to(gu.dtype)

@@ -10,12 +10,15 @@ Legend: N rows sorted by group, E groups (experts), I inputs, O outputs.
 
 from __future__ import annotations
 
+import importlib.util
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from moetrain.errors import UserError
 from moetrain_kernels.quantise import GRADIENTS, Quantised, columns, quantise, tiles
 
 
@@ -28,6 +31,14 @@ class Groups:
     @cached_property
     def counts(self) -> list[int]:
         return [self.rows] if self.counts_E.numel() == 1 else self.counts_E.tolist()
+
+
+class SwiGLUGradients(NamedTuple):
+    """Of gate and up [N, 2m], of the weight [N] (None without one), and the output again, as tiles [N, m]."""
+
+    dgu: Tensor
+    dweight: Tensor | None
+    again: Quantised
 
 
 class Products(Protocol):
@@ -49,6 +60,16 @@ class Products(Protocol):
 
     def dgrad(self, dy: Quantised, weight: Any, groups: Groups, dtype: torch.dtype) -> Tensor:
         """``dy W``: [N, I]."""
+        ...
+
+    def swiglu(self, gu: Tensor, weight_N: Tensor | None, *, power_of_two: bool) -> Quantised:
+        """``silu(gate) * up * weight`` as tiles: gu [N, 2m], gate columns first -> [N, m]."""
+        ...
+
+    def swiglu_backward(
+        self, gu: Quantised, weight_N: Tensor | None, dh: Tensor, *, dtype: torch.dtype, power_of_two: bool
+    ) -> SwiGLUGradients:
+        """From tiles of the input and dh [N, m]; ``dtype`` is that of the input's gradient."""
         ...
 
     def wgrad(self, dy_NO: Tensor, x: Tensor | Quantised, groups: Groups, *, power_of_two: bool) -> Tensor:
@@ -88,6 +109,26 @@ class Reference:
                 out.copy_(torch.mm(g, w()))
         return dx
 
+    def swiglu(self, gu: Tensor, weight_N: Tensor | None, *, power_of_two: bool) -> Quantised:
+        gate, up = gu.chunk(2, dim=-1)
+        h = F.silu(gate) * up
+        h = h if weight_N is None else (h * weight_N.unsqueeze(1)).to(gu.dtype)
+        return tiles(h, power_of_two=power_of_two)
+
+    def swiglu_backward(
+        self, gu: Quantised, weight_N: Tensor | None, dh: Tensor, *, dtype: torch.dtype, power_of_two: bool
+    ) -> SwiGLUGradients:
+        stat = torch.promote_types(dtype, torch.float32)
+        gate, up = gu.dequantise(stat).chunk(2, dim=-1)
+        act, g = F.silu(gate), dh.to(stat)
+        h, dweight = act * up, None
+        if weight_N is not None:
+            dweight = torch.linalg.vecdot(g, h)
+            g, h = (x * weight_N.to(stat).unsqueeze(1) for x in (g, h))
+        dgate = torch.ops.aten.silu_backward(g * up, gate)
+        dgu = torch.cat([dgate, g * act], dim=-1).to(dtype)
+        return SwiGLUGradients(dgu, dweight, tiles(h, power_of_two=power_of_two))
+
     def wgrad(self, dy_NO: Tensor, x: Tensor | Quantised, groups: Groups, *, power_of_two: bool) -> Tensor:
         stat = torch.promote_types(dy_NO.dtype, torch.float32)
         x_NI = x.dequantise(stat) if isinstance(x, Quantised) else x
@@ -100,13 +141,73 @@ class Reference:
         return dw
 
 
+class Triton:
+    """The project's own kernels (``moetrain_kernels.triton_grouped``): no count is read on the host."""
+
+    def __init__(self) -> None:
+        from moetrain_kernels import triton_grouped, triton_moe, triton_quantise
+
+        self._grouped, self._moe, self._quantise = triton_grouped, triton_moe, triton_quantise
+        self.describe = "Triton kernels"
+
+    def tiles(self, x_NC: Tensor, *, power_of_two: bool, floor: float) -> Quantised:
+        return self._quantise.tiles(x_NC, power_of_two=power_of_two, floor=floor)
+
+    def weight(self, w_EOI: Tensor, parts: int, *, power_of_two: bool) -> _Weight:
+        values, transposed, scale = self._quantise.blocks(w_EOI, parts, power_of_two)
+        return _Weight(values, transposed, scale, parts)
+
+    def fprop(self, x: Quantised, weight: _Weight, groups: Groups, dtype: torch.dtype) -> Tensor:
+        return self._product(x, weight.values, weight, groups, False, dtype)
+
+    def dgrad(self, dy: Quantised, weight: _Weight, groups: Groups, dtype: torch.dtype) -> Tensor:
+        return self._product(dy, weight.transposed, weight, groups, True, dtype)
+
+    def _product(
+        self, x: Quantised, w: Tensor, weight: _Weight, groups: Groups, transposed: bool, dtype: torch.dtype
+    ) -> Tensor:
+        y: Tensor = self._grouped.grouped_fp8(
+            x.values, x.scale, w, weight.scale, groups.counts_E, weight.parts, transposed, dtype
+        )
+        return y
+
+    def swiglu(self, gu: Tensor, weight_N: Tensor | None, *, power_of_two: bool) -> Quantised:
+        return self._moe.swiglu_tiles(gu, weight_N, power_of_two=power_of_two)
+
+    def swiglu_backward(
+        self, gu: Quantised, weight_N: Tensor | None, dh: Tensor, *, dtype: torch.dtype, power_of_two: bool
+    ) -> SwiGLUGradients:
+        found = self._moe.swiglu_backward_tiles(gu, weight_N, dh, dtype=dtype, power_of_two=power_of_two)
+        return SwiGLUGradients(*found)
+
+    def wgrad(self, dy_NO: Tensor, x: Tensor | Quantised, groups: Groups, *, power_of_two: bool) -> Tensor:
+        rows = self._quantise.Blocks.of(groups.counts_E, groups.rows)
+        dy = self._quantise.columns(dy_NO, rows, power_of_two=power_of_two, floor=GRADIENTS)
+        return self._grouped.grouped_fp8_weight(dy, self._quantise.columns(x, rows, power_of_two=power_of_two), rows)
+
+
+class _Weight(NamedTuple):
+    """E4M3 [E, O, I] and transposed [E, I, O], since FP8 products read both operands along the sum."""
+
+    values: Tensor
+    transposed: Tensor
+    scale: Tensor
+    parts: int
+
+
 def products_for(name: str, device: torch.device) -> Products:
     """The products of ``fp8.products`` on a device; ``auto`` chooses once, anything else is what it says or an error.
 
     Raises:
         UserError: this machine lacks what was asked for.
     """
-    return Reference()
+    on_gpu = device.type == "cuda"
+    if name == "reference" or (name == "auto" and not on_gpu):
+        return Reference()
+    if not on_gpu or importlib.util.find_spec("triton") is None:
+        lacks = "triton, which is not installed" if on_gpu else "a GPU"
+        raise UserError(f"fp8.products: {name} needs {lacks}; use fp8.products=reference, slow and for any machine")
+    return Triton()
 
 
 def _outputs(weight: Quantised) -> int:
