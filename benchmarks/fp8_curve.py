@@ -22,13 +22,13 @@ ROOT = Path(__file__).parents[1]
 WIDER = [
     "model.hidden_size=256", "model.intermediate_size=384", "model.moe_intermediate_size=160",
     "model.num_hidden_layers=4", "data.seq_len=128", "batch={global_batch: 16, micro_batch: 16}", "eval.every=0",
-    "checkpoint.every=0", "log.tensorboard=off", "optimizer.lr=1e-3", "schedule={kind: constant, warmup_steps: 50}",
+    "checkpoint.every=0", "log.tensorboard=off", "schedule={kind: constant, warmup_steps: 50}",
     "checkpoint.resume=never",
 ]  # fmt: skip
 RUNS = {"fp32": "fp32", "fp8": "fp8", "fp32 again": "fp32", "fp8, gradients in blocks": "fp8"}
 
 
-def train(run: str, steps: int, seed: int, folder: str) -> None:
+def train(run: str, steps: int, lr: float, seed: int, folder: str) -> None:
     import torch
 
     import moetrain
@@ -57,21 +57,27 @@ def train(run: str, steps: int, seed: int, folder: str) -> None:
         from moetrain.engine import native
 
         native.DeepSeek = Moved  # type: ignore[misc]
-    keys = [*WIDER, f"precision={RUNS[run]}", f"steps={steps}", f"seed={seed}", f"run_dir={folder}"]
+    keys = [*WIDER, f"precision={RUNS[run]}", f"steps={steps}", f"seed={seed}", f"optimizer.lr={lr}"]
+    keys.append(f"run_dir={folder}")
     moetrain.train(moetrain.load_config(ROOT / "configs" / "671B" / "smoke.yaml", keys))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--runs", nargs="*", default=list(RUNS), choices=RUNS, help="fp32 always comes first")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--csv", type=Path, default=Path(__file__).parent / "results" / "fp8-curve.csv")
     given = parser.parse_args()
     curves = {}
     with tempfile.TemporaryDirectory() as folder:
-        for run in RUNS:
+        runs = ["fp32", *(run for run in given.runs if run != "fp32")]
+        for run in runs:
             where = str(Path(folder, run.replace(" ", "-")))
-            process = mp.get_context("spawn").Process(target=train, args=(run, given.steps, given.seed, where))
+            process = mp.get_context("spawn").Process(
+                target=train, args=(run, given.steps, given.lr, given.seed, where)
+            )
             process.start()
             process.join()
             if process.exitcode:
@@ -80,9 +86,9 @@ def main() -> None:
             curves[run] = smooth([line["loss"] for line in lines if line["kind"] == "train"])
     with given.csv.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["step", *RUNS])
-        writer.writerows([i + 1, *(f"{curves[run][i]:.6f}" for run in RUNS)] for i in range(given.steps))
-    for run in list(RUNS)[1:]:
+        writer.writerow(["step", *runs])
+        writer.writerows([i + 1, *(f"{curves[run][i]:.6f}" for run in runs)] for i in range(given.steps))
+    for run in runs[1:]:
         apart = [a / b - 1 for a, b in zip(curves[run], curves["fp32"], strict=True)][given.steps // 10 :]
         mean = sum(abs(x) for x in apart) / len(apart)
         print(

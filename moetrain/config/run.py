@@ -245,7 +245,7 @@ class Fp8Config(Section):
     ``attention_output``: what the layer after the attention keeps of its input for the backward.
     """
 
-    products: Literal["auto", "reference", "triton"] = "auto"
+    products: Literal["auto", "reference", "triton", "torch", "deep_gemm"] = "auto"
     scales: Literal["fp32", "power_of_two"] = "fp32"
     attention_output: Literal["e4m3", "e5m6"] = "e4m3"
 

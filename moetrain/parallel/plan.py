@@ -154,7 +154,7 @@ def _dispatcher(
 def _fp8(config: Fp8Config, parallel: ParallelConfig, ranks: Ranks) -> Fp8:
     gathered = ranks.mesh is not None and parallel.reshard_after_forward and ranks.mesh["dp_shard"].size() > 1
     return Fp8(
-        products_for(config.products, ranks.device),
+        products_for(config.products, ranks.device, power_of_two=config.scales == "power_of_two"),
         power_of_two=config.scales == "power_of_two",
         attention_output=config.attention_output,
         keep_weights=not (gathered or parallel.offload_states),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,9 @@ from torch import Tensor
 
 from moetrain.errors import UserError
 from moetrain_kernels.quantise import GRADIENTS, Quantised, columns, quantise, tiles
+
+if TYPE_CHECKING:
+    from moetrain_kernels.triton_quantise import Blocks, Columns
 
 
 class Groups:
@@ -144,11 +147,12 @@ class Reference:
 class Triton:
     """The project's own kernels (``moetrain_kernels.triton_grouped``): no count is read on the host."""
 
+    describe = "Triton kernels"
+
     def __init__(self) -> None:
         from moetrain_kernels import triton_grouped, triton_moe, triton_quantise
 
         self._grouped, self._moe, self._quantise = triton_grouped, triton_moe, triton_quantise
-        self.describe = "Triton kernels"
 
     def tiles(self, x_NC: Tensor, *, power_of_two: bool, floor: float) -> Quantised:
         return self._quantise.tiles(x_NC, power_of_two=power_of_two, floor=floor)
@@ -181,9 +185,18 @@ class Triton:
         return SwiGLUGradients(*found)
 
     def wgrad(self, dy_NO: Tensor, x: Tensor | Quantised, groups: Groups, *, power_of_two: bool) -> Tensor:
-        rows = self._quantise.Blocks.of(groups.counts_E, groups.rows)
+        return self._grouped.grouped_fp8_weight(*self.columns(dy_NO, x, groups, power_of_two=power_of_two))
+
+    def blocks(self, groups: Groups) -> Blocks:
+        return self._quantise.Blocks.of(groups.counts_E, groups.rows)
+
+    def columns(
+        self, dy_NO: Tensor, x: Tensor | Quantised, groups: Groups, *, power_of_two: bool
+    ) -> tuple[Columns, Columns, Blocks]:
+        """Wgrad's operands, padded to whole blocks of each group."""
+        rows = self.blocks(groups)
         dy = self._quantise.columns(dy_NO, rows, power_of_two=power_of_two, floor=GRADIENTS)
-        return self._grouped.grouped_fp8_weight(dy, self._quantise.columns(x, rows, power_of_two=power_of_two), rows)
+        return dy, self._quantise.columns(x, rows, power_of_two=power_of_two), rows
 
 
 class _Weight(NamedTuple):
@@ -195,7 +208,7 @@ class _Weight(NamedTuple):
     parts: int
 
 
-def products_for(name: str, device: torch.device) -> Products:
+def products_for(name: str, device: torch.device, *, power_of_two: bool = False) -> Products:
     """The products of ``fp8.products`` on a device; ``auto`` chooses once, anything else is what it says or an error.
 
     Raises:
@@ -204,9 +217,30 @@ def products_for(name: str, device: torch.device) -> Products:
     on_gpu = device.type == "cuda"
     if name == "reference" or (name == "auto" and not on_gpu):
         return Reference()
-    if not on_gpu or importlib.util.find_spec("triton") is None:
-        lacks = "triton, which is not installed" if on_gpu else "a GPU"
+    major = torch.cuda.get_device_capability(device)[0] if on_gpu else 0
+    lacks = ""
+    if not on_gpu:
+        lacks = "a GPU"
+    elif importlib.util.find_spec("triton") is None:
+        lacks = "triton, which is not installed"
+    elif name == "torch" and major != 9:
+        lacks = "a Hopper GPU (sm_90)"
+    elif name == "deep_gemm" and importlib.util.find_spec("deep_gemm") is None:
+        lacks = "DeepGEMM, which is not installed"
+    elif name == "deep_gemm" and major >= 10 and not power_of_two:
+        lacks = "fp8.scales=power_of_two on this GPU"
+    if lacks:
         raise UserError(f"fp8.products: {name} needs {lacks}; use fp8.products=reference, slow and for any machine")
+    if name == "torch":
+        from moetrain.precision.libraries import TorchScaled
+
+        return TorchScaled()
+    if name == "deep_gemm":
+        import deep_gemm
+
+        from moetrain.precision.libraries import DeepGemm
+
+        return DeepGemm(deep_gemm, blackwell=major >= 10)
     return Triton()
 
 
