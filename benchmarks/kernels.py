@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import csv
 import importlib.util
+import itertools
 import re
 import statistics
 from collections.abc import Callable, Iterator
@@ -154,6 +155,34 @@ def deep_gemm(x: torch.Tensor, w: torch.Tensor) -> dict[str, Callable[[], object
     return {"DeepGEMM": lambda: theirs.m_grouped_fp8_gemm_nt_contiguous(a, b, out, layout)}
 
 
+def tune(runs: int) -> None:
+    """The fastest sizes of each grouped product here, as a line for ``moetrain_kernels.triton_grouped.CONFIGS``."""
+    from triton.runtime.errors import OutOfResources
+
+    from moetrain_kernels import triton_grouped
+
+    major = torch.cuda.get_device_capability()[0]
+    table = triton_grouped.CONFIGS.setdefault(major, {})
+    kinds = {
+        "bf16": "grouped product, bf16",
+        "bf16, weights": "grouped weight gradient, bf16",
+        "fp8": "grouped product, fp8",
+        "fp8, weights": "grouped weight gradient with its columns, fp8",
+    }
+    ways = {case.name: case.ways["moetrain"] for case in cases()}
+    for kind, name in kinds.items():
+        found = {}
+        for n, j, warps, stages in itertools.product((64, 128), (64, 128, 256), (4, 8), (3, 4)):
+            table[kind] = {"BLOCK_N": n, "BLOCK_J": j, "num_warps": warps, "num_stages": stages}
+            try:
+                found[in_turn({"": ways[name]}, runs)[""]] = table[kind]
+            except (RuntimeError, OutOfResources):  # more shared memory or registers than there are
+                continue
+        best = min(found)
+        table[kind] = found[best]
+        print(f"{major}: {kind}: {found[best]}  # {best:.3f} ms")
+
+
 def in_turn(ways: dict[str, Callable[[], object]], runs: int) -> dict[str, float]:
     """Median milliseconds of each."""
     cache = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
@@ -174,9 +203,13 @@ def in_turn(ways: dict[str, Callable[[], object]], runs: int) -> dict[str, float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=20)
-    runs = parser.parse_args().runs
+    parser.add_argument("--tune", action="store_true", help="find the sizes of the grouped products first")
+    given = parser.parse_args()
+    runs = given.runs
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/kernels.py measures CUDA kernels and this machine has no GPU")
+    if given.tune:
+        tune(runs)
     gpu = torch.cuda.get_device_name()
     half, fp8, bandwidth = LIMITS.get(torch.cuda.get_device_capability(), (float("nan"),) * 3)
     path = Path(__file__).parent / "results" / (re.sub(r"\W+", "-", gpu).strip("-").lower() + ".csv")

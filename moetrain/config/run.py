@@ -373,7 +373,7 @@ def _default_run_dir(given: dict[str, Any]) -> Path:
 
 class RunConfig(Section):
     """A whole run. Exactly one of ``steps`` and ``tokens`` is its budget. Paths are relative to the working
-    directory."""
+    directory. ``experts``: whose grouped products experts take in bf16 on a GPU."""
 
     name: str
     seed: NotNegative = 1234
@@ -392,6 +392,7 @@ class RunConfig(Section):
     mtp: MtpConfig = MtpConfig()
     parallel: ParallelConfig = ParallelConfig()
     fp8: Fp8Config = Fp8Config()
+    experts: Literal["torch", "triton"] = "torch"
     engine: Literal["native", "deepspeed"] = "native"
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     eval: EvalConfig = EvalConfig()

@@ -47,7 +47,13 @@ class NativeEngine:
         self.model.train()
         length = config.data.seq_len
         applied, fp8 = spread(
-            self.model, config.parallel, config.precision, ranks, seq_len=length, fp8_config=config.fp8
+            self.model,
+            config.parallel,
+            config.precision,
+            ranks,
+            seq_len=length,
+            fp8_config=config.fp8,
+            experts=config.experts,
         )
         self.pipeline = None
         if ranks.pipe is not None:

@@ -115,6 +115,17 @@ def grouped_mm_experts(routed: Routed, gate_up: Tensor, down: Tensor, *, in_plac
     return F.embedding_bag(routed.position_N, y_ND, routed.offset_R, mode="sum")
 
 
+def triton_experts(routed: Routed, gate_up: Tensor, down: Tensor, *, in_place_grad: bool) -> Tensor:
+    """The project's own kernels: gathering, grouped products, SwiGLU with the router's weight. No host sync either."""
+    from moetrain_kernels import triton_grouped, triton_moe
+
+    where = routed.row_N, routed.position_N, routed.offset_R
+    gu = triton_grouped.grouped_product(triton_moe.gather_rows(routed.x_RD, *where), gate_up, routed.counts_E)
+    h = triton_moe.swiglu(gu, routed.weight_N.float())
+    y: Tensor = triton_moe.sum_rows(triton_grouped.grouped_product(h, down, routed.counts_E), *where)
+    return y
+
+
 class Backend(NamedTuple):
     """The two choices, and the names a run prints."""
 
@@ -123,8 +134,13 @@ class Backend(NamedTuple):
     describe: str
 
     @classmethod
-    def for_device(cls, device: torch.device, dtype: torch.dtype) -> Backend:
-        """CUDA takes torch's fused attention, and grouped products in bf16; everything else the project's own."""
+    def for_device(cls, device: torch.device, dtype: torch.dtype, experts: str = "torch") -> Backend:
+        """CUDA takes torch's fused attention, and grouped products in bf16; everything else the project's own.
+
+        ``experts`` of bf16 on CUDA: ``torch`` or ``triton``.
+        """
+        if device.type == "cuda" and dtype == torch.bfloat16 and experts == "triton":
+            return cls(SdpaAttention(), triton_experts, "attention: torch sdpa, experts: Triton kernels")
         if device.type == "cuda" and dtype == torch.bfloat16:
             return cls(SdpaAttention(), grouped_mm_experts, "attention: torch sdpa, experts: torch grouped_mm")
         if device.type == "cuda":

@@ -66,6 +66,7 @@ def spread(
     *,
     seq_len: int = 4096,
     fp8_config: Fp8Config | None = None,
+    experts: str = "torch",
 ) -> Spread:
     """Applies the plan in place. ``seq_len`` weighs attention against the rest where stages are cut by cost."""
     stored, computed = dtypes(precision, ranks.device)
@@ -77,7 +78,7 @@ def spread(
         sizes = "+".join(str(len(part.layers)) for part in parts)
         applied.append(f"pipeline {config.schedule} over {config.pp} ranks: {config.stages} stages of {sizes} blocks")
 
-    backend = Backend.for_device(ranks.device, computed)
+    backend = Backend.for_device(ranks.device, computed, experts)
     model.use_backend(backend)
     applied.append(backend.describe)
     fp8 = None

@@ -13,6 +13,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 import tests.support.interpreter  # noqa: F401  before the kernels
 from moetrain.errors import UserError
+from moetrain.model import backends
 from moetrain.model.dispatch import LocalDispatcher
 from moetrain.model.gate import GATES
 from moetrain.precision import Fp8, Reference, Triton, products_for
@@ -335,3 +336,23 @@ def test_without_a_gpu_triton_is_refused_in_words():
     assert isinstance(products_for("auto", torch.device("cpu")), Reference)
     with pytest.raises(UserError, match="needs a GPU; use fp8"):
         products_for("triton", torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_experts_in_triton_are_those_of_a_product_each(dtype, bound):
+    """2e-2: two products after each other in bf16, rounded between."""
+    g = torch.Generator().manual_seed(10)
+    E, T, D, m = 4, 30, 72, 40
+    x, dy = torch.randn(T, D, generator=g).to(dtype), torch.randn(T, D, generator=g).to(dtype)
+    up, down = (torch.randn(E, 2 * m, D, generator=g) / 8).to(dtype), (torch.randn(E, D, m, generator=g) / 6).to(dtype)
+    weight, choice = torch.rand(T, 2, generator=g), torch.stack([torch.randperm(3, generator=g)[:2] for _ in range(T)])
+    found = []
+    for experts in (backends.triton_experts, backends.looped_experts):
+        kind = dtype if experts is backends.triton_experts else torch.float32
+        leaves = [t.to(kind).requires_grad_() for t in (x, up, down)] + [weight.clone().requires_grad_()]
+        a, b, c, w = leaves
+        y = experts(LocalDispatcher(E).send(a, choice, w), b, c, in_place_grad=False)
+        found.append([y.detach(), *torch.autograd.grad(y, leaves, dy.to(kind))])
+    for mine, want in zip(*found, strict=True):
+        close(mine, want.double(), bound)
+    assert not found[0][2][3].any()
