@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -82,7 +83,11 @@ def test_an_interrupt_ends_with_130(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "moetrain", "--config", str(config)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=env) as process:
         writer = os.open(config, os.O_WRONLY)
+        time.sleep(1)  # opened; by now it reads, and not between the two, where an import may swallow the signal
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=30)
-        os.close(writer)
+        try:
+            _, stderr = process.communicate(timeout=30)
+        finally:
+            os.close(writer)
+            process.kill()
     assert (process.returncode, stderr) == (130, "moetrain: interrupted\n")
