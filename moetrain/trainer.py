@@ -118,11 +118,15 @@ def _train(config: RunConfig, ranks: Ranks) -> Result:
     progress = Progress()
     checkpoints = CheckpointFolder(config.run_dir / "checkpoints", keep=config.checkpoint.keep)
     resumed, damaged = None, list[str]()
+    groups = engine.optimizer.param_groups
+    settings = [{key: group[key] for key in ("betas", "eps", "weight_decay")} for group in groups]
     if config.checkpoint.resume == "auto":
         resumed = checkpoints.load_latest(
             model=engine.model, optimizer=engine.optimizer, config=config.model_dump(mode="json"), warn=damaged.append
         )
     if resumed is not None:
+        for group, ours in zip(engine.optimizer.param_groups, settings, strict=True):
+            group.update(ours)  # a loaded optimizer has the settings it was saved with; the config's are the ones meant
         progress = Progress(**resumed["progress"])
         learning_rate.load_state_dict(resumed["learning_rate"])
         accumulator.load_state_dict(resumed["accumulator"])

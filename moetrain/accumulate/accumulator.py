@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -146,6 +146,7 @@ class MoEAccumulator:
         self.window_order, self.loss_scale = window_order, loss_scale
         self.host_memory = HostMemory() if offload_activations else None
         self.device = device
+        self._ended_by: str | None = None
         self.traffic = Traffic()
         self.pipeline = pipeline
         if routers is None:
@@ -223,8 +224,17 @@ class MoEAccumulator:
         ``routing`` fixes the routers' choices (see ``RoutingLedger.replay``): weights and gradients are the model's
         own.
 
-        Gradients are the step's own: what is in ``.grad`` before (a window that an exception ended) is dropped.
+        Gradients are the step's own: what is in ``.grad`` before is dropped, so a window that an exception ended is as
+        if it had not been. Wrappers and stages keep more of it, out of reach: there the next step is refused.
+
+        Raises:
+            RuntimeError: an exception ended a window before, in a model under FSDP2, DDP or in stages.
         """
+        if self._ended_by is not None:
+            raise RuntimeError(
+                f"a window ended with {self._ended_by}, and what wraps the model still holds parts of it, so that "
+                "steps would be wrong: build model and accumulator again, from the last checkpoint"
+            )
         if not isinstance(window, Window):
             raise ValueError("step takes a Window: Window(micro_batches), or windows(loader, micro_batches=...)")
         if not torch.is_grad_enabled():
@@ -251,9 +261,9 @@ class MoEAccumulator:
         whole_window = self.balance.active and self.balance.scope == "window"
         in_order = self.pipeline is None or self.pipeline.all_forwards_first
         forwards_first = whole_window and self.window_order == "forwards_first" and in_order
-        self.owner.begin(all_forwards_first=forwards_first)
         given = nullcontext() if routing is None else self.ledger.replay(routing)
-        with self.ledger.attached(), given:
+        with self.ledger.attached(), given, self._whole():
+            self.owner.begin(all_forwards_first=forwards_first)
             if self.pipeline is not None:
                 sums = self._through_stages(self.pipeline, window, scale, count=whole_window and not forwards_first)
             elif forwards_first:
@@ -264,7 +274,7 @@ class MoEAccumulator:
                     sums = self._one_by_one(window, scale)
             else:
                 sums = self._one_by_one(window, scale)
-        self.owner.reduce()
+            self.owner.reduce()
 
         report, statistics = self._report(window, sums, counts)
         if report.skipped is None:
@@ -275,6 +285,16 @@ class MoEAccumulator:
                 self.scheduler.step()
         self.owner.discard()
         return report
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Around a window's computation: remembers that an exception ended it, where that cannot be undone."""
+        try:
+            yield
+        except BaseException as error:
+            if self.pipeline is not None or not self.owner.forgets:
+                self._ended_by = type(error).__name__
+            raise
 
     # -- the two orders -----------------------------------------------------------------------------------------------
 

@@ -270,6 +270,12 @@ class RoutingLedger:
                 raise ValueError(f"routing of micro-batch {item.slot} must be experts' numbers, not {given.dtype}")
             if tuple(given.shape) != want:
                 raise ValueError(f"routing of micro-batch {item.slot} must be {list(want)}, not {list(given.shape)}")
+            if given.numel():
+                experts, sorted_ = min(r.routing.experts for r in self.routers), given.sort(dim=-1).values
+                if int(sorted_.min()) < 0 or int(sorted_.max()) >= experts:
+                    raise ValueError(f"routing of micro-batch {item.slot} must be experts from 0 to {experts - 1}")
+                if bool((sorted_[..., 1:] == sorted_[..., :-1]).any()):
+                    raise ValueError(f"routing of micro-batch {item.slot} gives a token the same expert twice")
             for row, choice in enumerate(given.to(self.counts.device).unbind(0)):
                 self._choices[item.slot, row] = choice
 

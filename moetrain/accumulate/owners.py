@@ -51,6 +51,7 @@ class GradientOwner(Protocol):
         traffic: counts what is sent; the accumulator gives its own.
         measures: whether ``own_square`` is wanted.
         device: where ranks can reduce, if not where the gradients are.
+        forgets: ``discard`` also drops a window that an exception ended in the middle; wrappers keep parts of it.
         own_square: after ``reduce``: squared norm of this rank's own gradient, from before the reduction; None where
             there was none.
     """
@@ -58,6 +59,7 @@ class GradientOwner(Protocol):
     traffic: Traffic
     measures: bool
     device: torch.device | None
+    forgets: bool
     own_square: Tensor | None
 
     def begin(self, *, all_forwards_first: bool) -> None:
@@ -102,6 +104,8 @@ class PlainOwner:
     Parameters in bf16 or fp16 get fp32 gradients for the time of a window, so that small micro-batch gradients are not
     lost in large sums; they are cast once, for the optimizer.
     """
+
+    forgets = True
 
     def __init__(
         self,
@@ -227,6 +231,8 @@ class DDPOwner(PlainOwner):
         fp32 gradients of parameters in bf16, which its buckets cannot hold.
     """
 
+    forgets = False
+
     def __init__(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(model, optimizer, (model.process_group,))
         self.ddp, self.silent = model, False
@@ -264,6 +270,8 @@ class FSDPOwner(PlainOwner):
 
     ``every_micro_batch`` reduces in each backward instead: less memory, K times the traffic.
     """
+
+    forgets = False
 
     def __init__(
         self,

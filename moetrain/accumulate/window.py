@@ -172,7 +172,8 @@ def windows(
 
     Each rank's ``loader`` gives that rank's own micro-batches. Where ranks may have different numbers of them, give
     ``group`` (``dist.group.WORLD``): a rank that has fewer fills its window with micro-batches of padding, and all end
-    together; it costs one number a window.
+    together; it costs one number a window. Padding has the shape and the extra tensors of the rank's last micro-batch;
+    that of a rank without any has no extras.
     """
     if not isinstance(micro_batches, int) or micro_batches < 1:
         raise ValueError(f"micro_batches must be a whole number from 1 on, not {micro_batches}")

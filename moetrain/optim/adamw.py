@@ -41,6 +41,8 @@ class Bf16Moments(torch.optim.AdamW):
         if closure is not None:
             raise ValueError("a window is evaluated once: this optimizer takes no closure")
         for group in self.param_groups:
+            if group["betas"][1] > 1 - 2**-8:
+                raise ValueError(f"moments in bf16 would not move with betas[1] {group['betas'][1]}: 0.996 at most")
             for p in group["params"]:
                 if p.grad is None:
                     continue

@@ -112,7 +112,8 @@ class AllToAllDispatcher:
 
     def receive(self, sent: _Sent) -> Routed:
         x_RD, weight_N = _Arrive.apply(sent.x_RD, sent.weight_N, sent.trip)
-        expert_N, row_N = sent.trip.out[2].unbind(dim=1)
+        expert_N, row_N = sent.trip.entry_N2.unbind(dim=1)
+        del sent.trip.entry_N2
         rows_G, entries_G = sent.sizes_G2.unbind(dim=1)
         row_N = row_N + (rows_G.cumsum(0) - rows_G).repeat_interleave(entries_G, output_size=row_N.shape[0])
         return by_expert(x_RD, weight_N, expert_N, row_N, self.local)
@@ -152,6 +153,7 @@ class _Trip:
         self.dispatcher, self.layer = dispatcher, dispatcher.layer
         self.rows, self.entries = rows, entries
         self.out: tuple[Tensor, Tensor, Tensor]  # rows, weights and places, once they have left
+        self.entry_N2: Tensor  # the places, once they are here
         self.back: tuple[Tensor, Tensor]  # gradients of rows and weights
         self._under_way: list[tuple[Any, Tensor]] = []
 
@@ -200,7 +202,9 @@ class _Arrive(torch.autograd.Function):
     def forward(ctx: Any, x_RD: Tensor, weight_N: Tensor, trip: _Trip) -> tuple[Tensor, Tensor]:
         ctx.trip = trip
         trip.land()
-        return trip.dispatcher.wire.decode(trip.out[0], x_RD), trip.out[1]
+        rows, weights, trip.entry_N2 = trip.out
+        del trip.out  # what is returned leads back to this trip: held here too, none of it would ever be freed
+        return trip.dispatcher.wire.decode(rows, x_RD), weights
 
     @staticmethod
     @once_differentiable

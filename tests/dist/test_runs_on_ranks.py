@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 
 import pytest
+import torch
 
 from tests.support.runs import SCALES, losses, records, train_on
 
@@ -134,3 +135,20 @@ def test_a_run_says_what_its_balance_scope_costs(tmp_path, capfd):
     assert "counting pass: one forward of the window more" in capfd.readouterr().out
     train_on(2, "671B", tmp_path / "gpipe", *window, "parallel.schedule=gpipe")
     assert "counting pass" not in capfd.readouterr().out
+
+
+def test_a_resumed_run_takes_the_optimizers_settings_from_its_config(tmp_path, monkeypatch):
+    """Not from the checkpoint: the learning rate follows the config, and a user believes that the rest does."""
+    used = tmp_path / "used"  # in the process of the run
+    inner = torch.optim.AdamW.step
+
+    def step(self, *args, **kwargs):
+        used.write_text(repr([(*g["betas"], g["eps"], g["weight_decay"], g["lr"]) for g in self.param_groups]))
+        return inner(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    run = (1, "671B", tmp_path / "run", "schedule={kind: constant}", "checkpoint.every=2")
+    train_on(*run, "steps=2")
+    more = ("optimizer.betas=[0.8,0.9]", "optimizer.eps=1e-4", "optimizer.weight_decay=0.5", "optimizer.lr=5e-3")
+    train_on(*run, "steps=3", *more)
+    assert used.read_text() == repr([(0.8, 0.9, 1e-4, 0.5, 5e-3), (0.8, 0.9, 1e-4, 0.0, 5e-3)])

@@ -202,3 +202,42 @@ def test_given_routing_is_whole_numbers():
     tokens = global_batch()["input_ids"].numel()
     with pytest.raises(ValueError, match="must be experts' numbers"):
         accumulator.step(window([6]), routing=[torch.zeros(3, tokens, 2)])
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_window_that_an_exception_ended_is_as_if_it_had_not_been(where):
+    results = []
+    for breaks in (False, True):
+        m = model()
+        accumulator = sgd(m, V3, every_loss(V3, "window"))
+        if breaks:
+            layer, calls = m.layers[2].mlp.shared_experts, []
+
+            def fails(*args, calls=calls):
+                calls.append(1)
+                if len(calls) == 2:
+                    raise KeyError("boom")
+
+            hook = layer.register_forward_pre_hook if where == "forward" else layer.register_full_backward_pre_hook
+            handle = hook(fails)
+            with pytest.raises(KeyError):
+                accumulator.step(window([2, 4]))
+            handle.remove()
+        results.append((accumulator.step(window([2, 4])).total, state(m)))
+    assert torch.equal(results[0][0], results[1][0]) and difference(results[0][1], results[1][1]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [([3, 99], "experts from 0 to 7"), ([-1, 2], "experts from 0 to 7"), ([3, 3], "same expert twice")],
+)
+def test_routing_that_no_router_could_give_is_refused(bad, match):
+    m = model()
+    accumulator = sgd(m, V3, Balance())
+    w = window([2, 4])
+    given = [torch.tensor([0, 5]).repeat(len(accumulator.ledger.routers), x.input_ids.numel(), 1) for x in w]
+    given[1][1, 3] = torch.tensor(bad)
+    before = state(m)
+    with pytest.raises(ValueError, match=match):
+        accumulator.step(w, routing=given)
+    assert difference(state(m), before) == 0.0
