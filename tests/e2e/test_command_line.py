@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -81,9 +81,12 @@ def test_an_interrupt_ends_with_130(tmp_path: Path) -> None:
     os.mkfifo(config)  # reading it waits for a writer, so the process is surely at work when the signal comes
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "moetrain", "--config", str(config)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=env) as process:
+    # a shell's background job ignores the interrupt, and hands that on: the process here shall be a person's
+    as_a_person = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=env, preexec_fn=as_a_person
+    ) as process:
         writer = os.open(config, os.O_WRONLY)
-        time.sleep(1)  # opened; by now it reads, and not between the two, where an import may swallow the signal
         process.send_signal(signal.SIGINT)
         try:
             _, stderr = process.communicate(timeout=30)
