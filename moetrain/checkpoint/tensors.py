@@ -7,7 +7,8 @@ one run and none in the next. Here the optimizer is read as it is, and the check
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,47 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
+from moetrain.checkpoint.runs import Run
+
 #: parts of a parameter's name that wrappers add
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+class NamedState(Protocol):
+    """Model and optimizer of one rank as named tensors; ``read_state`` and so on say how they are named."""
+
+    def read(self) -> dict[str, Any]: ...
+
+    def difference(self, saved: Metadata) -> str | None: ...
+
+    def room_for(self, saved: Metadata) -> dict[str, Any]: ...
+
+    def write(self, state: dict[str, Any]) -> None: ...
+
+
+class _Plain:
+    """Parameters that the model has, and an optimizer that steps these."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def read(self) -> dict[str, Any]:
+        return read_state(self.model, self.optimizer)
+
+    def difference(self, saved: Metadata) -> str | None:
+        return difference(_model_tensors(self.model), saved, getattr(self.model, "elsewhere", frozenset()))
+
+    def room_for(self, saved: Metadata) -> dict[str, Any]:
+        return room_for(self.model, self.optimizer, saved)
+
+    def write(self, state: dict[str, Any]) -> None:
+        write_state(self.model, self.optimizer, state)
+
+
+def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> NamedState:
+    """The optimizer's own, where it keeps parameters in a way of its own (``moetrain.engine.deepspeed``)."""
+    own: NamedState | None = getattr(optimizer, "named_state", None)
+    return own or _Plain(model, optimizer)
 
 
 def read_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -39,13 +79,31 @@ def read_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 def copied(state: dict[str, Any]) -> dict[str, Any]:
     """The same in host memory, and nobody else's: training goes on while it is written."""
-    return {k: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for k, v in state.items()}
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, Run):
+            return value.to_host()
+        return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+    return {key: copy(value) for key, value in state.items()}
 
 
-def difference(model: nn.Module, saved: Metadata) -> str | None:
-    """The first tensor that is another one in the checkpoint, in words; None where all agree."""
+class Described(Protocol):
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def difference(
+    tensors: Mapping[str, Described], saved: Metadata, elsewhere: frozenset[str] = frozenset()
+) -> str | None:
+    """The first of the model's ``tensors`` that is another one in the checkpoint, in words; None where all agree.
+
+    ``elsewhere``: names of what other pipeline stages hold.
+    """
     entries = saved.state_dict_metadata
-    tensors = _model_tensors(model)
     here = tensors.keys()
     for name, value in tensors.items():
         entry = entries.get(f"model.{name}")
@@ -55,7 +113,6 @@ def difference(model: nn.Module, saved: Metadata) -> str | None:
             return f"{name} has shape {list(entry.size)} in it and {list(value.shape)} in this run"
         if entry.properties.dtype != value.dtype:
             return f"{name} has {entry.properties.dtype} in it and {value.dtype} in this run"
-    elsewhere: frozenset[str] = getattr(model, "elsewhere", frozenset())  # what other pipeline stages hold
     for key in entries:
         if key.startswith("model.") and key.removeprefix("model.") not in here | elsewhere:
             return f"{key.removeprefix('model.')} is in it and not in this run"
@@ -68,7 +125,7 @@ def room_for(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Metadata
     parameters = {name: parameter for parameter, name in _names(model).items()}
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     for key, entry in saved.state_dict_metadata.items():
-        kind, name, _ = _split(key)
+        kind, name, _ = split_key(key)
         parameter = parameters.get(name)
         if kind is None or parameter is None or parameter not in held:
             continue
@@ -90,7 +147,7 @@ def write_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[
     moments: dict[str, dict[str, Any]] = {}
     settings: dict[str, dict[str, Any]] = {}
     for full, value in state.items():
-        kind, name, key = _split(full)
+        kind, name, key = split_key(full)
         if kind is not None:
             (moments if kind == "state" else settings).setdefault(name, {})[key] = value
     names = _names(model)
@@ -129,7 +186,7 @@ def _names(model: nn.Module) -> dict[Tensor, str]:
     return names
 
 
-def _split(key: str) -> tuple[str | None, str, str]:
+def split_key(key: str) -> tuple[str | None, str, str]:
     """``optimizer.<kind>.<parameter>.<key>`` in its parts; the kind is None for anything else."""
     for kind in ("state", "param_groups"):
         prefix = f"optimizer.{kind}."

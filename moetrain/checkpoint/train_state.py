@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from moetrain.checkpoint import tensors
+from moetrain.checkpoint.runs import RunLoadPlanner, RunSavePlanner
 from moetrain.errors import UserError
 
 FORMAT = 1
@@ -122,13 +123,14 @@ class CheckpointFolder:
         def write(state: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is fine
-                dcp_save(state, checkpoint_id=partial, process_group=group, no_dist=not _distributed())
+                planner, alone = RunSavePlanner(), not _distributed()
+                dcp_save(state, checkpoint_id=partial, process_group=group, no_dist=alone, planner=planner)
 
         def confirm_and_say() -> None:
             confirm()
             confirmed()
 
-        state = tensors.read_state(model, optimizer)
+        state = tensors.named_state(model, optimizer).read()
         with self._in_words():
             _on_first_rank(prepare)
             if not background:
@@ -209,14 +211,15 @@ class CheckpointFolder:
             for sentence in _other_data(folder, before, config):
                 warn(sentence)
         saved = FileSystemReader(folder).read_metadata()
-        reason = tensors.difference(model, saved)
+        named = tensors.named_state(model, optimizer)
+        reason = named.difference(saved)
         if reason is None:
-            state = tensors.room_for(model, optimizer, saved)
+            state = named.room_for(saved)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp_load(state, checkpoint_id=folder, no_dist=not _distributed())
+                dcp_load(state, checkpoint_id=folder, no_dist=not _distributed(), planner=RunLoadPlanner())
             try:
-                tensors.write_state(model, optimizer, state)
+                named.write(state)
             except ValueError as error:
                 reason = str(error)
         if reason is not None:
