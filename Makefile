@@ -38,7 +38,7 @@ bench: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt \
-		--editable '.[test,lint,transformers,accelerate,tensorboard]'
+		--editable '.[test,lint,transformers,accelerate,deepspeed,tensorboard]'
 	touch $(STAMP)
 
 clean:

@@ -27,7 +27,7 @@ from moetrain.config import (
 )
 from moetrain.config.run import FORWARDS_FIRST
 from moetrain.data import Data, GlobalBatches, Prefetcher, build_data
-from moetrain.engine import Engine, NativeEngine, reuse_host_memory
+from moetrain.engine import DeepSpeedEngine, Engine, NativeEngine, reuse_host_memory
 from moetrain.loop import Budget, Progress
 from moetrain.model import DeepSeek, DeepSeekLoss
 from moetrain.model.flops import flops_per_token, parameter_counts
@@ -71,7 +71,7 @@ def train(config: RunConfig, path: Path | None = None) -> Result:
     refuse_unsupported(config)
     with started(
         config.device,
-        need_group=needs_group(config.precision, config.parallel),
+        need_group=config.engine == "deepspeed" or needs_group(config.precision, config.parallel),
         dp_replicate=config.parallel.dp_replicate,
         ep=config.parallel.ep,
         pp=config.parallel.pp,
@@ -86,7 +86,11 @@ def _train(config: RunConfig, ranks: Ranks) -> Result:
     data = build_data(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
     load = None if config.init_from is None else partial(_load, config.init_from, ranks.device)
     loss = DeepSeekLoss(config.model)
-    engine = NativeEngine(config, ranks, loss, load=load)
+    engine: Engine = (
+        DeepSpeedEngine(config, ranks, load=load)
+        if config.engine == "deepspeed"
+        else NativeEngine(config, ranks, loss, load=load)
+    )
     sizes = batch_sizes(config)
     budget, total_tokens = budget_of(config, sizes)
     learning_rate = LearningRate(
@@ -275,6 +279,7 @@ def _balance(config: RunConfig) -> Balance:
 def _counts_first(config: RunConfig) -> bool:
     """Whether scope ``window`` needs a counting pass: asked for, or the schedule's backwards come too early."""
     staged = config.parallel.pp > 1 and config.parallel.schedule not in FORWARDS_FIRST
+    staged |= config.engine == "deepspeed" and config.deepspeed.zero_stage == 3
     balance = config.balance
     active = any((balance.alpha, balance.alpha_device, balance.alpha_communication))
     return active and balance.scope == "window" and (balance.window_order == "counting_pass" or staged)
@@ -332,7 +337,7 @@ def _facts(config: RunConfig, budget: Budget, ranks: Ranks, engine: Engine, data
         "window": f"{-(-per_rank // config.batch.micro_batch)} micro-batches of {config.batch.micro_batch} on each of "
         f"{ranks.data_world} data rank{'s' if ranks.data_world > 1 else ''}",
         "device": f"{device}, {torch.get_num_threads()} threads a rank" if device == "cpu" else device,
-        "engine": "native",
+        "engine": config.engine,
     }
     if _counts_first(config):
         facts["balance"] = "scope window by a counting pass: one forward of the window more"

@@ -123,7 +123,7 @@ class MoEAccumulator:
         pipeline: Pipeline | None = None,
         owner: GradientOwner | None = None,
     ) -> None:
-        self._check(model, optimizer, loss, scheduler)
+        self._check(model, optimizer, loss, scheduler, owned=owner is not None)
         if not isinstance(balance, Balance | None):
             raise ValueError(f"balance must be a moetrain.Balance, such as Balance(alpha=1e-4), not {balance!r}")
         if routers is not None and not (
@@ -183,8 +183,11 @@ class MoEAccumulator:
             )
 
     @staticmethod
-    def _check(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, scheduler: object) -> None:
-        """Parts that would give a wrong step, or fail in the middle of one."""
+    def _check(
+        model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, scheduler: object, *, owned: bool
+    ) -> None:
+        """Parts that would give a wrong step, or fail in the middle of one; ``owned``: an owner knows what is
+        stepped."""
         for part in (optimizer, scheduler):
             if type(part).__module__.startswith("accelerate."):
                 raise ValueError(
@@ -194,7 +197,7 @@ class MoEAccumulator:
         if not hasattr(optimizer, "param_groups"):
             raise ValueError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
         own = {id(p) for p in model.parameters()}
-        if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+        if not owned and any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(
                 "the optimizer steps parameters that are not the model's: their gradients would be nobody's; make what "
                 "they belong to a part of the model, and build the optimizer after casting and wrapping it"
@@ -253,9 +256,10 @@ class MoEAccumulator:
         depths = max([*self.loss.depths, *(r.depth for r in self.ledger.routers)], default=0)
         counts = count_denominators(window, depths=depths, groups=self.groups, device=device, traffic=self.traffic)
         scale = self._scale(counts, dtype)
-        if self.loss_scale is not None:
-            scale = scale * self.loss_scale.value
-            self.ledger.gradient_scale = self.loss_scale.value
+        grown = self.owner.divisor * (1.0 if self.loss_scale is None else self.loss_scale.value)
+        if grown != 1.0:
+            scale = scale * grown
+        self.ledger.gradient_scale = grown
 
         self.ledger.begin(window, counts, dtype, device)
         whole_window = self.balance.active and self.balance.scope == "window"

@@ -51,6 +51,8 @@ class GradientOwner(Protocol):
         traffic: counts what is sent; the accumulator gives its own.
         measures: whether ``own_square`` is wanted.
         device: where ranks can reduce, if not where the gradients are.
+        divisor: what gradients are divided by on their way to the sum, where that cannot be helped; losses are
+            multiplied by it.
         forgets: ``discard`` also drops a window that an exception ended in the middle; wrappers keep parts of it.
         own_square: after ``reduce``: squared norm of this rank's own gradient, from before the reduction; None where
             there was none.
@@ -59,6 +61,7 @@ class GradientOwner(Protocol):
     traffic: Traffic
     measures: bool
     device: torch.device | None
+    divisor: float
     forgets: bool
     own_square: Tensor | None
 
@@ -106,6 +109,7 @@ class PlainOwner:
     """
 
     forgets = True
+    divisor = 1.0
 
     def __init__(
         self,

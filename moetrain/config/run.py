@@ -327,17 +327,30 @@ class ParallelConfig(Section):
 
 
 class DeepSpeedConfig(Section):
-    """ZeRO stage and what is kept outside the device; used with ``engine: deepspeed`` only."""
+    """What ``engine: deepspeed`` shards, and what it keeps outside the device; used with that engine only.
+
+    ``zero_stage`` 1 shards optimizer states, 2 gradients too, 3 parameters too. Offloading to ``nvme`` needs
+    ``nvme_path``, a folder on the drive, and Debian's package libaio-dev. ``bucket``: elements that are reduced or
+    gathered in one call; ``small_parameter``: parameters of fewer elements are kept whole on every rank (stage 3);
+    ``sub_group``: elements that the optimizer steps at once (stage 3), the most that is brought back from a drive.
+    ``json_file``: further keys of DeepSpeed's own configuration.
+    """
 
     zero_stage: Literal[1, 2, 3] = 3
     offload_optimizer: OffloadTo = "none"
     offload_parameters: OffloadTo = "none"
     nvme_path: FilePath | None = None
+    bucket: Positive = 200_000_000
+    small_parameter: NotNegative = 100_000
+    sub_group: Positive = 1_000_000_000
+    json_file: FilePath | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> DeepSpeedConfig:
         if self.offload_parameters != "none" and self.zero_stage != 3:
             raise ValueError(f"offload_parameters needs zero_stage 3, not {self.zero_stage}")
+        if self.offload_optimizer == "nvme" and self.zero_stage != 3:
+            raise ValueError(f"offload_optimizer: nvme needs zero_stage 3, not {self.zero_stage}")
         if "nvme" in (self.offload_optimizer, self.offload_parameters) and self.nvme_path is None:
             raise ValueError("offload to nvme needs nvme_path, a folder on the drive")
         return self
@@ -425,6 +438,37 @@ class RunConfig(Section):
         if self.batch.noise_scale:
             raise ValueError("batch.noise_scale needs the whole gradient on each rank: set parallel.pp 1, or use ramp")
 
+    def _zero(self) -> None:
+        parallel, zero = self.parallel, self.deepspeed
+        alone = {"parallel.pp": parallel.pp, "parallel.dp_replicate": parallel.dp_replicate}
+        for key, size in alone.items():
+            if size > 1:
+                raise ValueError(
+                    f"{key} ({size}) is not offered with engine: deepspeed; set it to 1, or engine: native"
+                )
+        if parallel.ep > 1 and zero.zero_stage == 3:
+            raise ValueError(
+                f"parallel.ep ({parallel.ep}) needs deepspeed.zero_stage 1 or 2: stage 3 shards experts over all ranks"
+            )
+        if parallel.offload_states:
+            raise ValueError("parallel.offload_states is the native engine's: set deepspeed.offload_optimizer instead")
+        if self.precision == "float64":
+            raise ValueError("precision: float64 needs engine: native, since DeepSpeed's master weights are fp32")
+        if self.precision in ("bf16", "fp8") and zero.zero_stage == 1:
+            raise ValueError(
+                f"precision: {self.precision} needs deepspeed.zero_stage 2 or 3: stage 1 would add up micro-batches' "
+                "gradients in another optimizer of DeepSpeed's, which this engine does not drive"
+            )
+        if self.batch.noise_scale:
+            raise ValueError("batch.noise_scale needs each rank's own gradient, which ZeRO does not keep: use ramp")
+        if self.optimizer.moments == "bf16" and zero.offload_optimizer == "nvme":
+            raise ValueError("optimizer.moments: bf16 cannot lie on a drive: set it to fp32, or offload_optimizer: cpu")
+        if zero.zero_stage == 3 and self.balance.window_order == "forwards_first":
+            raise ValueError(
+                "balance.window_order: forwards_first gives wrong gradients under ZeRO 3, without an error: use "
+                "counting_pass, or deepspeed.zero_stage 2"
+            )
+
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         if (self.steps is None) == (self.tokens is None):
@@ -452,6 +496,8 @@ class RunConfig(Section):
                 "or ranks would hold different numbers of experts"
             )
         self._layouts()
+        if self.engine == "deepspeed":
+            self._zero()
         if self.batch.noise_scale:
             if self.parallel.reduce == "micro_batch":
                 raise ValueError("batch.noise_scale needs parallel.reduce: window, which has each rank's own gradient")

@@ -13,7 +13,6 @@ def unsupported(config: RunConfig) -> list[tuple[str, str]]:
     """The settings of ``config`` that do not work yet, each with what to use in its place."""
     parallel = config.parallel
     table = [
-        (config.engine == "deepspeed", "engine: deepspeed", "engine=native"),
         (parallel.cp > 1, f"parallel.cp: {parallel.cp}", "parallel.cp=1"),
     ]
     return [(what, instead) for wanted, what, instead in table if wanted]

@@ -233,11 +233,13 @@ class _Return(torch.autograd.Function):
         return wire.decode(sent, g), None
 
 
-def spread_experts(model: nn.Module, mesh: DeviceMesh, dispatcher: Callable[[str, int], Dispatcher]) -> int:
+def spread_experts(
+    model: nn.Module, mesh: DeviceMesh, dispatcher: Callable[[str, int], Dispatcher], *, plain: bool = False
+) -> int:
     """Splits the routed experts of every layer over ``mesh`` (one dimension) and gives the layer its dispatcher.
 
     ``dispatcher`` makes it, given the layer's place and how many experts it has. Parameters become DTensors, so that
-    whatever wraps, counts or saves them knows that each rank has its own.
+    whatever wraps, counts or saves them knows that each rank has its own; or, ``plain``, this rank's part of them.
 
     Returns:
         How many layers were split.
@@ -246,10 +248,15 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh, dispatcher: Callable[[str
     for place, layer in layers:
         experts = layer.experts
         for name, p in list(experts.named_parameters(recurse=False)):
-            split = distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=None)
+            split: Tensor
+            if plain:
+                split = p.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+            else:
+                split = distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=None)
             setattr(experts, name, nn.Parameter(split, requires_grad=p.requires_grad))
         layer.dispatcher = dispatcher(place, layer.gate.experts)
-        experts.product = _on_own_part(experts.product)
+        if not plain:
+            experts.product = _on_own_part(experts.product)
     return len(layers)
 
 

@@ -5,12 +5,13 @@
 3. expert parallelism: experts split over the expert mesh, before anything shards what is left of them
 4. recompute, inside what is sharded, so that weights are gathered before a block runs again
 5. sharding: experts over the ranks that hold the same ones, every block over all data ranks, the rest at the root
+   (DeepSpeed's ZeRO does this where it is the engine)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -67,8 +68,17 @@ def spread(
     seq_len: int = 4096,
     fp8_config: Fp8Config | None = None,
     experts: str = "torch",
+    sharded_by: Literal["fsdp", "zero"] = "fsdp",
+    weights_stay: bool = True,
 ) -> Spread:
-    """Applies the plan in place. ``seq_len`` weighs attention against the rest where stages are cut by cost."""
+    """Applies the plan in place.
+
+    Args:
+        seq_len: weighs attention against the rest where stages are cut by cost.
+        sharded_by: ``zero`` leaves step 5 to DeepSpeed, which also owns what it wraps: parameters stay plain tensors,
+            and their gradient hooks have to fire.
+        weights_stay: under ``zero``: whether a rank has all weights all the time.
+    """
     stored, computed = dtypes(precision, ranks.device)
     applied = [f"precision {precision}: parameters {_name(stored)}, computation {_name(computed)}, router fp32 or more"]
 
@@ -83,7 +93,9 @@ def spread(
     applied.append(backend.describe)
     fp8 = None
     if precision == "fp8":
-        fp8 = _fp8(fp8_config or Fp8Config(), config, ranks)
+        gathered = config.reshard_after_forward and ranks.mesh is not None and ranks.mesh["dp_shard"].size() > 1
+        comes_and_goes = gathered if sharded_by == "fsdp" else not weights_stay
+        fp8 = _fp8(fp8_config or Fp8Config(), ranks, keep_weights=not (comes_and_goes or config.offload_states))
         kept = "kept for a window" if fp8.keep_weights else "made for each use"
         applied.append(
             f"{use_fp8(model, fp8)} layers' products in FP8: {fp8.products.describe}; quantised weights {kept}; "
@@ -92,7 +104,7 @@ def spread(
 
     if ranks.expert_mesh is not None:
         dispatcher, how = _dispatcher(model, config, ranks, computed, fp8 is not None)
-        count = spread_experts(model, ranks.expert_mesh["ep"], dispatcher)
+        count = spread_experts(model, ranks.expert_mesh["ep"], dispatcher, plain=sharded_by == "zero")
         applied.append(
             f"experts of {count} layers over {ranks.expert_mesh['ep'].size()} ranks, {how}"
             f"{'' if fp8 is None else ' (tokens in FP8, sums not)'}; "
@@ -107,7 +119,7 @@ def spread(
         what = "whole" if config.recompute == "full" else "norms and up-projections (SwiGLU's always)"
         applied.append(f"recompute: {len(blocks)} blocks, {what}")
 
-    if ranks.mesh is not None:
+    if ranks.mesh is not None and sharded_by == "fsdp":
         policy = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=stored) if stored != computed else None
         shard: dict[str, Any] = {"mesh": ranks.mesh, "reshard_after_forward": config.reshard_after_forward}
         if config.offload_states:
@@ -134,6 +146,7 @@ def spread(
 
     # the product may add into .grad where gradients are kept in the dtype it computes in, and runs once
     in_place = stored == computed and not (ranks.pipe is not None and config.schedule in SPLIT_BACKWARD)
+    in_place = in_place and sharded_by == "fsdp"
     model.set_in_place_gradients(in_place)
     applied.append(f"weight gradients added by the backward product: {'yes' if in_place else 'no'}")
     return Spread(applied, fp8)
@@ -152,13 +165,12 @@ def _dispatcher(
     return lambda place, experts: AllToAllDispatcher(group, experts, layer=place, wire=wire), "all-to-all"
 
 
-def _fp8(config: Fp8Config, parallel: ParallelConfig, ranks: Ranks) -> Fp8:
-    gathered = ranks.mesh is not None and parallel.reshard_after_forward and ranks.mesh["dp_shard"].size() > 1
+def _fp8(config: Fp8Config, ranks: Ranks, *, keep_weights: bool) -> Fp8:
     return Fp8(
         products_for(config.products, ranks.device, power_of_two=config.scales == "power_of_two"),
         power_of_two=config.scales == "power_of_two",
         attention_output=config.attention_output,
-        keep_weights=not (gathered or parallel.offload_states),
+        keep_weights=keep_weights,
     )
 
 

@@ -29,7 +29,10 @@ ARROWS: dict[str, tuple[set[str], set[str]]] = {
     "model": ({"config", "errors", "moetrain_kernels"}, {"torch", "einops"}),
     "precision": ({"config", "errors", "moetrain_kernels"}, {"torch", "deep_gemm"}),
     "parallel": ({"model", "precision", "config", "errors", "moetrain_kernels"}, {"torch", "deep_ep"}),
-    "engine": ({"accumulate", "parallel", "optim", "model", "config", "errors"}, {"torch", "deepspeed"}),
+    "engine": (
+        {"accumulate", "parallel", "precision", "optim", "model", "checkpoint", "config", "errors"},
+        {"torch", "deepspeed"},
+    ),
     "optim": ({"errors"}, {"torch"}),
     "data": ({"config", "errors"}, {"torch", "numpy", "tokenizers", "rich"}),
     "checkpoint": ({"model", "config", "errors", "moetrain_kernels"}, {"torch", "safetensors"}),

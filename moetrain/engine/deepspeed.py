@@ -1,0 +1,397 @@
+"""The engine for models beyond the GPUs' memory: DeepSpeed's ZeRO, with states on the host or on a drive.
+
+DeepSpeed decides where parameters, gradients and optimizer states lie, reduces gradients and steps. What makes a step
+exact stays ours: the window and its one end, sums where DeepSpeed averages, the one norm over everything, the verdict
+before anything moves. So of its own window, clipping and loss scaling all are switched off: a caller-owned boundary
+(``managed_gradient_accumulation: false``), ``gradient_clipping: 0`` (absent, it means 1), a constant loss scale.
+
+ZeRO 1 reduces gradients when the window ends, ZeRO 2 and 3 at each micro-batch. Master weights and moments are fp32 at
+most, which is DeepSpeed's limit: there is no float64 here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moetrain.accumulate.owners import GradientOwner
+from moetrain.accumulate.traffic import Traffic
+from moetrain.config.run import DeepSpeedConfig, RunConfig
+from moetrain.engine.zero_state import ZeroState
+from moetrain.errors import UserError
+from moetrain.model import DeepSeek
+from moetrain.model.moe import RoutedExperts
+from moetrain.optim import build_adamw
+from moetrain.parallel.plan import dtypes, spread
+from moetrain.parallel.ranks import Ranks
+from moetrain.precision import Fp8
+
+#: keys of DeepSpeed's that this engine sets by what the run says; a JSON file may not
+OURS = (
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+    "managed_gradient_accumulation", "gradient_clipping", "fp16", "bf16", "amp", "data_types", "optimizer", "scheduler",
+    "communication_data_type",
+)  # fmt: skip
+OURS_OF_ZERO = ("stage", "offload_optimizer", "offload_param")
+
+
+class DeepSpeedEngine:
+    """See ``moetrain.engine.protocol.Engine``.
+
+    Args:
+        config: the run; ``config.deepspeed`` says the ZeRO stage and what is kept elsewhere.
+        ranks: this process among the run's.
+        load: gives a filled model of the wanted dtype; default: fresh weights from the run's seed.
+
+    Raises:
+        UserError: DeepSpeed is not installed, or lacks what the config asks for.
+    """
+
+    pipeline = None
+
+    def __init__(
+        self, config: RunConfig, ranks: Ranks, *, load: Callable[[torch.dtype], DeepSeek] | None = None
+    ) -> None:
+        deepspeed = _import(ranks.device)
+        stored, computed = dtypes(config.precision, ranks.device)
+        zero = config.deepspeed
+        settings = settings_of(config, ranks)
+        _join(deepspeed)
+
+        model = _filled(config, stored, load)
+        applied, fp8 = spread(
+            model,
+            config.parallel,
+            config.precision,
+            ranks,
+            seq_len=config.data.seq_len,
+            fp8_config=config.fp8,
+            experts=config.experts,
+            sharded_by="zero",
+            weights_stay=zero.zero_stage < 3,
+        )
+        if ranks.expert_mesh is not None:
+            _mark_experts(model, ranks)
+        basic, how = _optimizer(model, config)  # before ZeRO 3 takes the parameters' shapes, which decide who decays
+        groups = [[name for name, p in model.named_parameters() if _among(p, g["params"])] for g in basic.param_groups]
+        if zero.zero_stage == 3:
+            deepspeed.zero.Init(module=model, config_dict_or_path=settings, dtype=computed)
+        else:
+            model.to(ranks.device)
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(ranks.device))
+        model.train()
+
+        wrapped = _wrapped(deepspeed, model, basic, settings, experts=ranks.expert_mesh is not None)
+        sharded = wrapped.optimizer
+        self.model: nn.Module = wrapped
+        self.optimizer: Any = sharded
+        sharded.override_loss_scale(1.0)
+        expert_rank = 0 if ranks.expert_mesh is None else ranks.expert_mesh["ep"].get_local_rank()
+        sharded.named_state = ZeroState(
+            model, sharded, groups, stage=zero.zero_stage, expert_parts=config.parallel.ep, expert_part=expert_rank
+        )
+        self.owner: GradientOwner = ZeroOwner(wrapped, sharded, ranks, zero, fp8)
+        self.applied: Sequence[str] = [*applied, _words(zero, ranks), how]
+
+
+class ZeroOwner:
+    """See ``moetrain.accumulate.owners.GradientOwner``; ``wrapped`` and ``sharded`` are DeepSpeed's engine and
+    optimizer."""
+
+    forgets = False
+
+    def __init__(self, wrapped: Any, sharded: Any, ranks: Ranks, config: DeepSpeedConfig, fp8: Fp8 | None) -> None:
+        self.wrapped, self.sharded, self.ranks, self.fp8 = wrapped, sharded, ranks, fp8
+        self.gradients: _Gradients = (_Whole if config.zero_stage < 3 else _Parts)(wrapped, sharded)
+        self.traffic, self.measures = Traffic(), False
+        self.device: torch.device | None = None
+        self.own_square: Tensor | None = None
+        self.divisor = float(ranks.data_world)  # DeepSpeed averages, also what experts' own groups sum
+        self.factor = 1.0
+
+    def begin(self, *, all_forwards_first: bool) -> None:
+        self.factor = 1.0
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        self.wrapped.backward(loss, scale_wrt_gas=False)
+
+    def reduce(self) -> None:
+        self.gradients.finish()
+
+    def measure(self, *own: Tensor) -> None:
+        raise NotImplementedError("ZeRO keeps no gradient of a rank's own")
+
+    @torch.no_grad()
+    def norm(self) -> Tensor:
+        squares = self.gradients.squares().to(self.ranks.device)
+        return self.traffic.sum(squares, self.ranks.groups, "norm").sqrt()
+
+    def scale(self, factor: float) -> None:
+        self.factor *= factor
+
+    def step(self) -> None:
+        self.sharded.override_loss_scale(1.0 / self.factor)  # what it divides gradients by as it steps
+        self.sharded.step()
+        self.sharded.override_loss_scale(1.0)
+        if self.fp8 is not None:
+            self.fp8.drop()
+
+    def discard(self) -> None:
+        self.gradients.forget()
+        self.sharded.zero_grad()
+
+
+class _Gradients(Protocol):
+    """This rank's part of the reduced gradients, wherever they lie."""
+
+    def __init__(self, wrapped: Any, sharded: Any) -> None: ...
+
+    def finish(self) -> None:
+        """After the last backward: what is to be stepped is complete, and where the optimizer looks for it."""
+        ...
+
+    def squares(self) -> Tensor:
+        """Sum of their squares, at least fp32, shape []."""
+        ...
+
+    def forget(self) -> None: ...
+
+
+class _Whole:
+    """ZeRO 1 and 2: flat partitions of groups of parameters."""
+
+    def __init__(self, wrapped: Any, sharded: Any) -> None:
+        self.wrapped, self.sharded = wrapped, sharded
+
+    def finish(self) -> None:
+        if self.sharded.partition_gradients:
+            self.sharded.finalize_gradient_accumulation_boundary()
+            return
+        self.wrapped._running_engine_step = True  # its word for "the window ends here"
+        try:
+            self.wrapped.allreduce_gradients()
+        finally:
+            self.wrapped._running_engine_step = False
+
+    def squares(self) -> Tensor:
+        zero = self.sharded
+        if zero.cpu_offload:
+            return _squares([p.grad for p in zero.single_partition_of_fp32_groups])
+        return _squares([g for group in zero.averaged_gradients.values() for g in group or ()])
+
+    def forget(self) -> None:
+        zero = self.sharded
+        zero.micro_step_id = -1
+        if zero.cpu_offload:
+            zero._wait_for_offload_copies()
+            zero._offload_accumulated_param_ids = set()
+            zero.reset_cpu_buffers()
+        zero._release_preflattened_grad_buffers()
+        for group in zero.averaged_gradients:
+            zero.averaged_gradients[group] = None
+        zero.all_grad_tensors.clear()
+
+
+class _Parts:
+    """ZeRO 3: a part of each parameter."""
+
+    def __init__(self, wrapped: Any, sharded: Any) -> None:
+        self.sharded = sharded
+
+    def finish(self) -> None:
+        self.sharded.finalize_gradient_accumulation_boundary()
+
+    def squares(self) -> Tensor:
+        zero = self.sharded
+        if zero.offload_optimizer:  # they may be on a drive; their norms are known since they went there
+            norms = list(zero.norm_for_param_grads.values())
+            return torch.stack([n.double() for n in norms]).square().sum() if norms else torch.zeros(())
+        return _squares([g for group in zero.averaged_gradients.values() for g in group or ()])
+
+    def forget(self) -> None:
+        zero = self.sharded
+        zero._pre_step()
+        zero.averaged_gradients = {}
+        if zero.offload_optimizer:
+            zero.reset_cpu_buffers()
+
+
+def _squares(grads: Sequence[Tensor]) -> Tensor:
+    if not grads:
+        return torch.zeros(())
+    norms = torch._foreach_norm([g.detach() for g in grads], 2, dtype=torch.float32)
+    return torch.stack(norms).double().square().sum()
+
+
+def settings_of(config: RunConfig, ranks: Ranks) -> dict[str, Any]:
+    """DeepSpeed's configuration of a run."""
+    zero, on_gpu = config.deepspeed, ranks.device.type == "cuda"
+    _, computed = dtypes(config.precision, ranks.device)
+    optimization: dict[str, Any] = {
+        "stage": zero.zero_stage,
+        "overlap_comm": zero.zero_stage >= 2 and on_gpu,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": zero.bucket,
+        "allgather_bucket_size": zero.bucket,
+        "stage3_prefetch_bucket_size": zero.bucket // 10,
+        "stage3_param_persistence_threshold": zero.small_parameter,
+        "sub_group_size": zero.sub_group,
+    }
+    for key, place in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_parameters)):
+        if place != "none":
+            optimization[key] = {"device": place, "pin_memory": on_gpu}
+            if place == "nvme":
+                optimization[key]["nvme_path"] = str(zero.nvme_path)
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": 0.0,
+        "zero_optimization": optimization,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "steps_per_print": 10**9,
+        "wall_clock_breakdown": False,
+    }
+    if computed == torch.bfloat16:
+        settings["bf16"] = {"enabled": True}
+    elif computed == torch.float16:
+        settings["fp16"] = {"enabled": True, "loss_scale": 1.0}
+    if zero.json_file is not None:
+        _merge(settings, zero.json_file)
+    return settings
+
+
+def _merge(settings: dict[str, Any], path: Path) -> None:
+    try:
+        more = json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"deepspeed.json_file: {path} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise UserError(f"deepspeed.json_file: {path} is not JSON ({error})") from error
+    if not isinstance(more, dict):
+        raise UserError(f"deepspeed.json_file: {path} must hold an object of DeepSpeed's keys")
+    optimization = more.pop("zero_optimization", {})
+    taken = [key for key in OURS if key in more]
+    taken += [f"zero_optimization.{key}" for key in OURS_OF_ZERO if key in optimization]
+    if taken:
+        raise UserError(
+            f"deepspeed.json_file: {path} sets {', '.join(taken)}, which this run's own keys say (batch, optimizer, "
+            "precision, deepspeed): leave it out there"
+        )
+    settings["zero_optimization"] |= optimization
+    settings |= more
+
+
+def _import(device: torch.device) -> Any:
+    os.environ["DS_ACCELERATOR"] = device.type  # or it takes a GPU where there is one, and warns where there is none
+    os.environ.setdefault("LOCAL_RANK", "0")
+    try:
+        import deepspeed
+        from deepspeed.utils.logging import logger
+    except ImportError as error:
+        raise UserError(
+            f"engine: deepspeed needs DeepSpeed ({error}); pip install 'moetrain[deepspeed]', or use engine=native"
+        ) from error
+    logger.setLevel(logging.ERROR)
+    # it calls what torch has renamed
+    warnings.filterwarnings("ignore", message=r".*_tensor` is deprecated", category=FutureWarning)
+    return deepspeed
+
+
+def _join(deepspeed: Any) -> None:
+    """DeepSpeed takes the processes there are."""
+    # On CPUs it would compile a communicator of its own first (a minute, and a process that is killed meanwhile leaves
+    # a lock that hangs each later start); gloo is what the run talks over already.
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
+
+
+def _filled(config: RunConfig, stored: torch.dtype, load: Callable[[torch.dtype], DeepSeek] | None) -> DeepSeek:
+    if load is not None:
+        return load(stored)
+    with torch.device("meta"):
+        model = DeepSeek(config.model).to(stored)
+    model.init_weights(config.seed, device="cpu")
+    return model
+
+
+def _mark_experts(model: DeepSeek, ranks: Ranks) -> None:
+    """Tells DeepSpeed which parameters are one expert group's own, in its words."""
+    from deepspeed.utils import groups
+
+    assert ranks.expert_mesh is not None
+    size = ranks.expert_mesh["ep"].size()
+    name = f"ep_size_{size}"
+    if name not in groups._get_expert_data_parallel_group_dict():
+        groups._create_expert_and_data_parallel(size)
+    for module in model.modules():
+        if isinstance(module, RoutedExperts):
+            for p in module.parameters():
+                p.allreduce, p.group_name = False, name  # type: ignore[attr-defined]
+
+
+def _wrapped(deepspeed: Any, model: nn.Module, optimizer: Any, settings: dict[str, Any], *, experts: bool) -> Any:
+    """DeepSpeed's engine, told that parameters differ between ranks: it looks for layers of its own class to learn."""
+
+    class Engine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
+        def _configure_optimizer(self, *given: Any) -> None:
+            self.has_moe_layers = experts
+            super()._configure_optimizer(*given)
+
+    config = deepspeed.DeepSpeedConfig(settings)
+    return Engine(args=None, model=model, optimizer=optimizer, config=settings, config_class=config)
+
+
+def _optimizer(model: DeepSeek, config: RunConfig) -> tuple[torch.optim.Optimizer, str]:
+    o = config.optimizer
+    optimizer, how = build_adamw(
+        model, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, moments=o.moments
+    )
+    groups = []
+    for group in optimizer.param_groups:  # experts that differ between ranks are apart
+        rest = {key: value for key, value in group.items() if key != "params"}
+        own = [p for p in group["params"] if getattr(p, "allreduce", True)]
+        experts = [p for p in group["params"] if not getattr(p, "allreduce", True)]
+        if own:
+            groups.append({**rest, "params": own})
+        if experts:
+            groups.append({**rest, "params": experts, "moe": True, "name": experts[0].group_name})
+    optimizer.param_groups[:] = groups
+    return optimizer, how
+
+
+def _among(p: nn.Parameter, parameters: Sequence[nn.Parameter]) -> bool:
+    return any(p is other for other in parameters)
+
+
+def _words(zero: DeepSpeedConfig, ranks: Ranks) -> str:
+    sharded = {1: "optimizer states", 2: "optimizer states and gradients", 3: "parameters, gradients and states"}
+    away = [
+        f"{what} on {'the host' if place == 'cpu' else place}"
+        for what, place in (("optimizer", zero.offload_optimizer), ("parameters", zero.offload_parameters))
+        if place != "none"
+    ]
+    reduced = "window" if zero.zero_stage == 1 else "micro-batch"
+    return (
+        f"DeepSpeed ZeRO {zero.zero_stage} over {ranks.data_world} ranks: {sharded[zero.zero_stage]} sharded"
+        f"{''.join(', ' + each for each in away)}, gradients summed each {reduced}"
+    )

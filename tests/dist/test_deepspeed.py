@@ -1,0 +1,232 @@
+"""DeepSpeed's ZeRO under our window: the step of one process with one batch, whatever is sharded and wherever it lies.
+
+In fp32, which is DeepSpeed's limit for master weights. The reference is float64, so what is seen is fp32's rounding.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moetrain.accumulate import MoEAccumulator, Window
+from moetrain.config import RunConfig
+from moetrain.engine import DeepSpeedEngine, NativeEngine
+from moetrain.model import DeepSeekLoss
+from moetrain.parallel.ranks import Ranks, meshes
+from tests.support.processes import run_ranks
+from tests.support.runs import run_config
+from tests.support.small import V2, V3, difference, every_loss, rank_window, rows, window
+
+pytestmark = pytest.mark.dist
+pytest.importorskip("deepspeed")
+
+#: relative, of a gradient: three steps' sums in fp32, 2^-24 each, through about 20 products one after the other
+BOUND = 2e-5
+STEPS = 3
+
+#: ranks -> name -> (family, scope, what is configured)
+VARIANTS = {
+    2: {
+        "ZeRO 1": ("V3", "window", ("deepspeed.zero_stage=1",)),
+        "ZeRO 1, host": ("V3", "sequence", ("deepspeed.zero_stage=1", "deepspeed.offload_optimizer=cpu")),
+        "ZeRO 1, experts over 2": ("V3", "window", ("deepspeed.zero_stage=1", "parallel.ep=2")),
+        "ZeRO 2": ("V3", "window", ("deepspeed.zero_stage=2",)),
+        "ZeRO 2, host": ("V2", "window", ("deepspeed.zero_stage=2", "deepspeed.offload_optimizer=cpu")),
+        "ZeRO 2, experts over 2, host": (
+            "V3",
+            "previous",
+            ("deepspeed.zero_stage=2", "parallel.ep=2", "deepspeed.offload_optimizer=cpu"),
+        ),
+        "ZeRO 3": ("V3", "window", ("deepspeed.zero_stage=3",)),
+        "ZeRO 3, nothing kept whole": ("V3", "window", ("deepspeed.zero_stage=3", "deepspeed.small_parameter=0")),
+        "ZeRO 3, recompute": ("V3", "sequence", ("deepspeed.zero_stage=3", "parallel.recompute=full")),
+        "ZeRO 3, all on the host": (
+            "V2",
+            "window",
+            ("deepspeed.zero_stage=3", "deepspeed.offload_optimizer=cpu", "deepspeed.offload_parameters=cpu"),
+        ),
+        "ZeRO 3, small pieces": (
+            "V3",
+            "sequence",
+            ("deepspeed.zero_stage=3", "deepspeed.bucket=1000", "deepspeed.sub_group=3000", "deepspeed.small_parameter=0"),
+        ),
+    },
+    4: {
+        "ZeRO 1, experts over 2": ("V2", "window", ("deepspeed.zero_stage=1", "parallel.ep=2")),
+        "ZeRO 2": ("V3", "previous", ("deepspeed.zero_stage=2", "parallel.recompute=selective")),
+        "ZeRO 2, experts over 4": ("V3", "sequence", ("deepspeed.zero_stage=2", "parallel.ep=4")),
+        "ZeRO 3": ("V3", "window", ("deepspeed.zero_stage=3", "parallel.recompute=full")),
+        "ZeRO 3, optimizer on the host": (
+            "V3",
+            "sequence",
+            ("deepspeed.zero_stage=3", "deepspeed.offload_optimizer=cpu"),
+        ),
+    },
+}
+
+
+def config_of(folder, family, *more: str) -> RunConfig:
+    base = run_config("671B", folder, "engine=deepspeed", "precision=fp32", "optimizer.eps=1e-3", *more)
+    return base.model_copy(update={"model": {"V3": V3, "V2": V2}[family]})
+
+
+def steps(engine, config, scope, groups, windows, *, order, gradients, skip=lambda norm: None):
+    accumulator = MoEAccumulator(
+        engine.model,
+        engine.optimizer,
+        loss=DeepSeekLoss(config.model),
+        balance=every_loss(config.model, scope),
+        max_norm=0.5,
+        groups=groups,
+        window_order=order,
+        owner=engine.owner,
+        skip_if=lambda norm: gradients() or skip(norm),
+    )
+    return [accumulator.step(each) for each in windows]
+
+
+def reference(config: RunConfig, scope: str):
+    alone = Ranks(0, 1, torch.device("cpu"), None)
+    config = config.model_copy(update={"precision": "float64"})
+    engine = NativeEngine(config, alone, DeepSeekLoss(config.model))
+    seen = []
+
+    def keep() -> None:
+        seen.append({name: p.grad.clone() for name, p in engine.model.named_parameters()})
+
+    reports = steps(engine, config, scope, (), [window([6])] * STEPS, order="forwards_first", gradients=keep)
+    return {
+        "gradients": seen,
+        "reports": [(r.total, r.grad_norm, r.load) for r in reports],
+        "parameters": {name: p.detach() for name, p in engine.model.named_parameters()},
+        "bias": {name: b.clone() for name, b in engine.model.named_buffers()},
+    }
+
+
+def rank(number: int, world: int, folder, wanted):
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+
+    found = {}
+    for name, (family, scope, more) in VARIANTS[world].items():
+        config = config_of(folder, family, *more)
+        ep = config.parallel.ep
+        ranks = Ranks(number, world, torch.device("cpu"), *meshes("cpu", world, ep=ep))
+        engine = DeepSpeedEngine(config, ranks)
+        module = engine.model.module
+        seen = []
+
+        def keep(module=module, seen=seen) -> None:
+            seen.append({n: safe_get_full_grad(p).clone() for n, p in module.named_parameters()})
+
+        order = "counting_pass" if config.deepspeed.zero_stage == 3 else "forwards_first"
+        part = [rank_window(number, world)] * STEPS
+        reports = steps(engine, config, scope, ranks.groups, part, order=order, gradients=keep)
+        parameters = {n: safe_get_full_fp32_param(p).clone() for n, p in module.named_parameters()}
+        experts = {n for n, p in module.named_parameters() if not getattr(p, "allreduce", True)}
+        bias = {n: b.clone() for n, b in module.named_buffers()}
+        local = number % ep if experts else 0
+
+        def mine(n, x, experts=experts, local=local, ep=ep):
+            return x.chunk(ep)[local] if n in experts else x
+
+        want = wanted[name]
+        found[name] = {
+            "gradients": max(
+                difference(got, {n: mine(n, x) for n, x in w.items()})
+                for got, w in zip(seen, want["gradients"], strict=True)
+            ),
+            "parameters": difference(parameters, {n: mine(n, x) for n, x in want["parameters"].items()}),
+            "loss": max(abs(float(r.total / w[0]) - 1) for r, w in zip(reports, want["reports"], strict=True)),
+            "norm": max(abs(float(r.grad_norm / w[1]) - 1) for r, w in zip(reports, want["reports"], strict=True)),
+            "counts": all(torch.equal(r.load, w[2]) for r, w in zip(reports, want["reports"], strict=True)),
+            "bias": all(torch.allclose(bias[n].double(), b.double(), atol=1e-7) for n, b in want["bias"].items()),
+        }
+    return found
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("world", VARIANTS)
+def test_every_stage_takes_the_step_of_one_process(tmp_path, world):
+    wanted, known = {}, {}
+    for name, (family, scope, more) in VARIANTS[world].items():
+        if (family, scope) not in known:
+            known[family, scope] = reference(config_of(tmp_path, family), scope)
+        wanted[name] = known[family, scope]
+    for number, found in enumerate(run_ranks(rank, world, tmp_path, wanted, timeout=250)):
+        for name, apart in found.items():
+            assert apart["counts"] and apart["bias"], (number, name, apart)
+            worst = {key: apart[key] for key in ("gradients", "parameters", "loss", "norm")}
+            assert max(worst.values()) < BOUND, (number, name, worst)
+
+
+DISCARDING = (
+    ("deepspeed.zero_stage=1",),
+    ("deepspeed.zero_stage=2", "deepspeed.offload_optimizer=cpu"),
+    ("deepspeed.zero_stage=2",),
+    ("deepspeed.zero_stage=3",),
+    ("deepspeed.zero_stage=3", "deepspeed.offload_optimizer=cpu", "deepspeed.offload_parameters=cpu"),
+)
+
+
+def discards(number: int, world: int, folder):
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    found = {}
+    for more in DISCARDING:
+        for discarding in (False, True):
+            config = config_of(folder, "V3", *more)
+            ranks = Ranks(number, world, torch.device("cpu"), *meshes("cpu", world))
+            engine = DeepSpeedEngine(config, ranks)
+            verdicts = iter([None, "not this one", None] if discarding else [None, None])
+            other = Window([rows(number, number + 1)] * 3)
+            part = rank_window(number, world)
+            windows = [part, other, part] if discarding else [part, part]
+            reports = steps(
+                engine, config, "previous", ranks.groups, windows, order="counting_pass",
+                gradients=lambda: None, skip=lambda norm, verdicts=verdicts: next(verdicts),
+            )  # fmt: skip
+            assert [r.skipped for r in reports] == ([None, "not this one", None] if discarding else [None, None])
+            module = engine.model.module
+            found[more, discarding] = (
+                {n: safe_get_full_fp32_param(p).clone() for n, p in module.named_parameters()},
+                {n: b.clone() for n, b in module.named_buffers()},
+                [float(r.total) for r in reports if r.skipped is None],
+            )
+    return found
+
+
+def test_a_discarded_window_leaves_nothing_behind(tmp_path):
+    for found in run_ranks(discards, 2, tmp_path):
+        for more in DISCARDING:
+            (p, b, losses), (p2, b2, losses2) = found[more, False], found[more, True]
+            assert losses == losses2, more
+            assert all(torch.equal(p[n], p2[n]) for n in p) and all(torch.equal(b[n], b2[n]) for n in b), more
+
+
+def starves(number: int, world: int, folder, stage: int):
+    """20 steps in which a rank's tokens go to two experts, other ones on each rank and in each step; stage 0: ours."""
+    config = config_of(folder, "V3", f"deepspeed.zero_stage={stage or 1}")
+    ranks = Ranks(number, world, torch.device("cpu"), *meshes("cpu", world))
+    if stage:
+        engine = DeepSpeedEngine(config, ranks)
+    else:
+        engine = NativeEngine(config, ranks, DeepSeekLoss(config.model))
+    accumulator = MoEAccumulator(
+        engine.model, engine.optimizer, loss=DeepSeekLoss(config.model), groups=ranks.groups, owner=engine.owner
+    )
+    part = rank_window(number, world)
+    routers = len(accumulator.ledger.routers)
+    losses = []
+    for step in range(20):
+        first = 4 * ((step + number) % 2)
+        chosen = torch.tensor([first, first + 1 + step % 3])
+        routing = [chosen.expand(routers, item.input_ids.numel(), 2) for item in part]
+        losses.append(float(accumulator.step(part, routing=routing).total))
+    return losses
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_starved_experts_neither_hang_nor_change_a_loss(tmp_path, stage):
+    want = run_ranks(starves, 2, tmp_path, 0)[0]
+    got = run_ranks(starves, 2, tmp_path, stage, timeout=60)[0]
+    assert len(got) == 20 and got == pytest.approx(want, rel=1e-5)
