@@ -333,7 +333,8 @@ class DeepSpeedConfig(Section):
     ``nvme_path``, a folder on the drive, and Debian's package libaio-dev. ``bucket``: elements that are reduced or
     gathered in one call; ``small_parameter``: parameters of fewer elements are kept whole on every rank (stage 3);
     ``sub_group``: elements that the optimizer steps at once (stage 3), the most that is brought back from a drive.
-    ``json_file``: further keys of DeepSpeed's own configuration.
+    ``cpu_adam``: whose AdamW steps states on the host; ``auto`` takes DeepSpeed's on a machine with GPUs if it can be
+    compiled, torch's otherwise. ``json_file``: further keys of DeepSpeed's own configuration.
     """
 
     zero_stage: Literal[1, 2, 3] = 3
@@ -343,6 +344,7 @@ class DeepSpeedConfig(Section):
     bucket: Positive = 200_000_000
     small_parameter: NotNegative = 100_000
     sub_group: Positive = 1_000_000_000
+    cpu_adam: Literal["auto", "deepspeed", "torch"] = "auto"
     json_file: FilePath | None = None
 
     @model_validator(mode="after")

@@ -32,7 +32,7 @@ from moetrain.engine.zero_state import ZeroState
 from moetrain.errors import UserError
 from moetrain.model import DeepSeek
 from moetrain.model.moe import RoutedExperts
-from moetrain.optim import build_adamw
+from moetrain.optim import build_adamw, parameter_groups
 from moetrain.parallel.plan import dtypes, spread
 from moetrain.parallel.ranks import Ranks
 from moetrain.precision import Fp8
@@ -69,7 +69,12 @@ class DeepSpeedEngine:
         settings = settings_of(config, ranks)
         _join(deepspeed)
 
-        model = _filled(config, stored, load)
+        with torch.device("meta"):
+            model = DeepSeek(config.model).to(stored)
+        if load is not None:
+            model = load(stored)
+        elif zero.zero_stage < 3:
+            model.init_weights(config.seed, device="cpu")
         applied, fp8 = spread(
             model,
             config.parallel,
@@ -83,17 +88,24 @@ class DeepSpeedEngine:
         )
         if ranks.expert_mesh is not None:
             _mark_experts(model, ranks)
-        basic, how = _optimizer(model, config)  # before ZeRO 3 takes the parameters' shapes, which decide who decays
-        groups = [[name for name, p in model.named_parameters() if _among(p, g["params"])] for g in basic.param_groups]
+        # ZeRO 3 takes the parameters' shapes, which decide who decays
+        names = {p: name for name, p in model.named_parameters()}
+        decay = config.optimizer.weight_decay
+        groups = [([names[p] for p in g["params"]], g["weight_decay"]) for g in _groups(model, decay)]
+        masters: dict[str, Tensor] = {}
         if zero.zero_stage == 3:
-            deepspeed.zero.Init(module=model, config_dict_or_path=settings, dtype=computed)
+            masters = _partition(deepspeed, model, config, settings, computed, ranks)
         else:
             model.to(ranks.device)
+            if stored != computed:
+                masters = {name: p.detach() for name, p in model.named_parameters()}
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(ranks.device))
+                empty = torch.zeros_like(buffer, device=ranks.device)
+                setattr(module, name, empty if buffer.is_meta else buffer.to(ranks.device))
         model.train()
 
+        basic, how = _optimizer(model, groups, config, ranks)
         wrapped = _wrapped(deepspeed, model, basic, settings, experts=ranks.expert_mesh is not None)
         sharded = wrapped.optimizer
         self.model: nn.Module = wrapped
@@ -101,8 +113,14 @@ class DeepSpeedEngine:
         sharded.override_loss_scale(1.0)
         expert_rank = 0 if ranks.expert_mesh is None else ranks.expert_mesh["ep"].get_local_rank()
         sharded.named_state = ZeroState(
-            model, sharded, groups, stage=zero.zero_stage, expert_parts=config.parallel.ep, expert_part=expert_rank
+            model,
+            sharded,
+            [names for names, _ in groups],
+            stage=zero.zero_stage,
+            expert_parts=config.parallel.ep,
+            expert_part=expert_rank,
         )
+        sharded.named_state.fill(masters)
         self.owner: GradientOwner = ZeroOwner(wrapped, sharded, ranks, zero, fp8)
         self.applied: Sequence[str] = [*applied, _words(zero, ranks), how]
 
@@ -325,13 +343,35 @@ def _join(deepspeed: Any) -> None:
     deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
 
 
-def _filled(config: RunConfig, stored: torch.dtype, load: Callable[[torch.dtype], DeepSeek] | None) -> DeepSeek:
-    if load is not None:
-        return load(stored)
-    with torch.device("meta"):
-        model = DeepSeek(config.model).to(stored)
-    model.init_weights(config.seed, device="cpu")
-    return model
+def _partition(
+    deepspeed: Any,
+    model: DeepSeek,
+    config: RunConfig,
+    settings: dict[str, Any],
+    computed: torch.dtype,
+    ranks: Ranks,
+) -> dict[str, Tensor]:
+    """Fills and shards one module after the other, so that no rank ever has the whole model.
+
+    Returns:
+        This rank's part of each parameter in the precision of the master weights, where that is not the computation's.
+    """
+    parts: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        for key, p in own.items():
+            name = f"{prefix}.{key}"
+            if p.is_meta:
+                filled = nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=p.requires_grad)
+                model.init_parameter(name, filled, config.seed)
+                setattr(module, key, filled)
+            if computed != p.dtype:
+                each = -(-p.numel() // ranks.data_world)
+                part = getattr(module, key).detach().flatten()[each * ranks.data_rank : each * (ranks.data_rank + 1)]
+                parts[name] = part.clone()
+        if own:
+            deepspeed.zero.Init(module=module, config_dict_or_path=settings, dtype=computed)
+    return parts
 
 
 def _mark_experts(model: DeepSeek, ranks: Ranks) -> None:
@@ -361,26 +401,55 @@ def _wrapped(deepspeed: Any, model: nn.Module, optimizer: Any, settings: dict[st
     return Engine(args=None, model=model, optimizer=optimizer, config=settings, config_class=config)
 
 
-def _optimizer(model: DeepSeek, config: RunConfig) -> tuple[torch.optim.Optimizer, str]:
+def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """``parameter_groups``, with experts that differ between ranks apart."""
+    apart = []
+    for group in parameter_groups(model, weight_decay):
+        for shared in (True, False):
+            own = [p for p in group["params"] if getattr(p, "allreduce", True) == shared]
+            if own:
+                apart.append({**group, "params": own})
+    return apart
+
+
+def _optimizer(
+    model: nn.Module, groups: Sequence[tuple[list[str], float]], config: RunConfig, ranks: Ranks
+) -> tuple[torch.optim.Optimizer, str]:
+    parameters = dict(model.named_parameters())
+    given = []
+    for names, decay in groups:
+        group: dict[str, Any] = {"params": [parameters[name] for name in names], "weight_decay": decay}
+        first = group["params"][0]
+        if not getattr(first, "allreduce", True):
+            group |= {"moe": True, "name": first.group_name}
+        given.append(group)
     o = config.optimizer
-    optimizer, how = build_adamw(
-        model, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, moments=o.moments
-    )
-    groups = []
-    for group in optimizer.param_groups:  # experts that differ between ranks are apart
-        rest = {key: value for key, value in group.items() if key != "params"}
-        own = [p for p in group["params"] if getattr(p, "allreduce", True)]
-        experts = [p for p in group["params"] if not getattr(p, "allreduce", True)]
-        if own:
-            groups.append({**rest, "params": own})
-        if experts:
-            groups.append({**rest, "params": experts, "moe": True, "name": experts[0].group_name})
-    optimizer.param_groups[:] = groups
-    return optimizer, how
+    if config.deepspeed.offload_optimizer != "none" and config.deepspeed.cpu_adam != "torch":
+        asked = config.deepspeed.cpu_adam == "deepspeed"
+        if asked or ranks.device.type == "cuda":
+            built = _cpu_adam(needed=asked)
+            if built is not None:
+                adam = built(given, lr=o.lr, betas=o.betas, eps=o.eps, fp32_optimizer_states=o.moments == "fp32")
+                return adam, "optimizer: DeepSpeed's CPU Adam"
+    return build_adamw(given, lr=o.lr, betas=o.betas, eps=o.eps, moments=o.moments)
 
 
-def _among(p: nn.Parameter, parameters: Sequence[nn.Parameter]) -> bool:
-    return any(p is other for other in parameters)
+def _cpu_adam(*, needed: bool) -> Any:
+    """DeepSpeed's AdamW for states on the host, compiled at the first use; None where that cannot be."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    try:
+        CPUAdamBuilder().load(verbose=False)
+    except Exception as error:  # whatever a compiler, or the lack of one, brings about
+        if needed:
+            first = str(error).strip().splitlines()[0]
+            raise UserError(
+                f"deepspeed.cpu_adam: deepspeed cannot be compiled here ({first}); install g++ and ninja, or use "
+                "deepspeed.cpu_adam=torch"
+            ) from error
+        return None
+    return DeepSpeedCPUAdam
 
 
 def _words(zero: DeepSpeedConfig, ranks: Ranks) -> str:

@@ -10,7 +10,7 @@ from moetrain.accumulate.owners import GradientOwner, owner_of
 from moetrain.config.run import RunConfig
 from moetrain.engine.pipeline import Pipeline
 from moetrain.model import DeepSeek, DeepSeekLoss
-from moetrain.optim import build_adamw
+from moetrain.optim import build_adamw, parameter_groups
 from moetrain.parallel.plan import dtypes, spread
 from moetrain.parallel.ranks import Ranks
 
@@ -59,11 +59,10 @@ class NativeEngine:
         if ranks.pipe is not None:
             self.pipeline = Pipeline(self.model, loss, config.parallel, ranks, dtype=computed, seq_len=length)
         self.optimizer, how = build_adamw(
-            self.model,
+            parameter_groups(self.model, config.optimizer.weight_decay),
             lr=config.optimizer.lr,
             betas=config.optimizer.betas,
             eps=config.optimizer.eps,
-            weight_decay=config.optimizer.weight_decay,
             moments=config.optimizer.moments,
         )
         if fp8 is not None:

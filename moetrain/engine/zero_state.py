@@ -120,6 +120,20 @@ class ZeroState:
             group.update(saved)
         self._refresh()
 
+    @torch.no_grad()
+    def fill(self, masters: dict[str, Tensor]) -> None:
+        """Sets master weights, which DeepSpeed has from weights that were rounded for the computation.
+
+        ``masters``: by name, whole parameters (ZeRO 1 and 2; of experts this rank's) or this rank's part (ZeRO 3).
+        """
+        for name, piece in self._pieces():
+            if name in masters:
+                values = masters[name].flatten()
+                if self.stage < 3:
+                    first = self.parameters[name]._hp_mapping.lp_fragment_address.start  # type: ignore[attr-defined]
+                    values = values[first : first + piece.size]
+                piece.flat.detach().narrow(0, piece.at, piece.size).copy_(values[: piece.size])
+
     # -- where things lie -----------------------------------------------------------------------------------------
 
     def _pieces(self) -> Iterator[tuple[str, Piece]]:

@@ -120,15 +120,20 @@ class DeepSeek(nn.Module):
         if any(p.is_meta for p in self.parameters()):
             self.to_empty(device=device or "cpu")
         for name, p in self.named_parameters():
-            if p.ndim == 1:
-                p.fill_(1.0)
-                continue
-            generator = torch.Generator().manual_seed(seed * 0x9E3779B1 % 2**31 + zlib.crc32(name.encode()))
-            values = torch.randn(p.shape, generator=generator, dtype=torch.float32)
-            p.copy_(values.mul_(self.config.initializer_range))
+            self.init_parameter(name, p, seed)
         for module in self.modules():
             if isinstance(module, NoAuxTcGate):
                 module.e_score_correction_bias.zero_()
+
+    @torch.no_grad()
+    def init_parameter(self, name: str, p: Tensor, seed: int) -> None:
+        """Fills ``p`` with what ``init_weights(seed)`` gives the parameter of this name."""
+        if p.ndim == 1:
+            p.fill_(1.0)
+            return
+        generator = torch.Generator().manual_seed(seed * 0x9E3779B1 % 2**31 + zlib.crc32(name.encode()))
+        values = torch.randn(p.shape, generator=generator, dtype=torch.float32)
+        p.copy_(values.mul_(self.config.initializer_range))
 
     def use_backend(self, backend: Backend) -> None:
         """Runs attention and experts on the given implementation (see ``Backend.for_device``)."""

@@ -71,19 +71,17 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def build_adamw(
-    model: nn.Module,
+    groups: list[dict[str, Any]],
     *,
     lr: float,
     betas: tuple[float, float],
     eps: float,
-    weight_decay: float,
     moments: Literal["fp32", "bf16"] = "fp32",
 ) -> tuple[torch.optim.AdamW, str]:
-    """AdamW over the model's parameters, and a line that says which implementation runs.
+    """AdamW over ``parameter_groups``, and a line that says which implementation runs.
 
     torch's fused step does the whole update in one pass over each tensor, on CPU and CUDA and for sharded parameters.
     """
-    groups = parameter_groups(model, weight_decay)
     kind = Bf16Moments if moments == "bf16" else torch.optim.AdamW
     optimizer = kind(groups, lr=lr, betas=betas, eps=eps, fused=True)
     return optimizer, f"optimizer: torch AdamW, fused{', moments in bf16' if moments == 'bf16' else ''}"

@@ -14,7 +14,7 @@ from moetrain.checkpoint import CheckpointFolder, from_pretrained, save_pretrain
 from moetrain.config.run import ParallelConfig
 from moetrain.errors import UserError
 from moetrain.model import DeepSeekLoss
-from moetrain.optim import build_adamw
+from moetrain.optim import build_adamw, parameter_groups
 from moetrain.parallel.plan import spread
 from moetrain.parallel.ranks import Ranks
 from tests.support.processes import run_ranks
@@ -28,7 +28,7 @@ def built(rank, world):
     m = model(V3)
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",)) if world > 1 else None
     spread(m, ParallelConfig(), "float64", Ranks(rank, world, torch.device("cpu"), mesh))
-    optimizer, _ = build_adamw(m, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    optimizer, _ = build_adamw(parameter_groups(m, 0.1), lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
     accumulator = MoEAccumulator(m, optimizer, loss=DeepSeekLoss(V3), balance=every_loss(V3, "previous"), max_norm=1.0)
     return m, optimizer, accumulator
 

@@ -97,7 +97,7 @@ def test_matrices_decay_and_vectors_do_not(family):
 def test_fused_adamw_is_the_textbooks():
     m = model()
     before = {name: p.detach().clone() for name, p in m.named_parameters()}
-    built, said = build_adamw(m, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    built, said = build_adamw(parameter_groups(m, 0.1), lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
     g = torch.Generator().manual_seed(0)
     for p in m.parameters():
         p.grad = torch.randn(p.shape, generator=g, dtype=p.dtype)
@@ -145,7 +145,7 @@ def test_bf16_moments_are_adamw_with_rounded_moments():
     """Against the formula in float64; 1e-6: the step itself is in fp32."""
     g = torch.Generator().manual_seed(0)
     m = torch.nn.Linear(5, 7, bias=False)
-    optimizer, how = build_adamw(m, lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, moments="bf16")
+    optimizer, how = build_adamw(parameter_groups(m, 0.1), lr=0.1, betas=(0.9, 0.95), eps=1e-8, moments="bf16")
     assert how.endswith("moments in bf16")
     w = m.weight.detach().double().clone()
     first, second = torch.zeros_like(w), torch.zeros_like(w)
@@ -163,7 +163,7 @@ def test_bf16_moments_are_adamw_with_rounded_moments():
         assert {x.dtype for name, x in optimizer.state[m.weight].items() if name != "step"} == {torch.bfloat16}
     again = torch.nn.Linear(5, 7, bias=False)
     again.load_state_dict(m.state_dict())
-    resumed, _ = build_adamw(again, lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, moments="bf16")
+    resumed, _ = build_adamw(parameter_groups(again, 0.1), lr=0.1, betas=(0.9, 0.95), eps=1e-8, moments="bf16")
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for model_, stepped in ((m, optimizer), (again, resumed)):
         model_.weight.grad = torch.ones(7, 5)

@@ -19,14 +19,14 @@ from moetrain.accumulate import MoEAccumulator
 from moetrain.checkpoint import CheckpointFolder
 from moetrain.errors import UserError
 from moetrain.model import DeepSeekLoss
-from moetrain.optim import build_adamw
+from moetrain.optim import build_adamw, parameter_groups
 from tests.support.processes import run_plain
 from tests.support.small import V3, difference, every_loss, model, state, window
 
 
 def built(config=V3):
     m = model(config)
-    optimizer, _ = build_adamw(m, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    optimizer, _ = build_adamw(parameter_groups(m, 0.1), lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
     accumulator = MoEAccumulator(m, optimizer, loss=DeepSeekLoss(config), balance=every_loss(config, "previous"))
     return m, optimizer, accumulator
 
@@ -226,7 +226,7 @@ def test_a_tensor_that_differs_is_named_and_nothing_is_loaded(tmp_path, case):
 def test_another_precision_is_refused_and_not_rounded(tmp_path):
     saved(tmp_path)
     m = model(dtype=torch.float32)
-    optimizer, _ = build_adamw(m, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    optimizer, _ = build_adamw(parameter_groups(m, 0.1), lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
     with pytest.raises(UserError, match=r"has torch.float64 in it and torch.float32 in this run"):
         CheckpointFolder(tmp_path).load_latest(model=m, optimizer=optimizer)
 

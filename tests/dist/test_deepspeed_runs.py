@@ -1,0 +1,84 @@
+"""Whole runs on DeepSpeed's engine: the native engine's curve, and checkpoints that go between the two."""
+
+from __future__ import annotations
+
+import pytest
+
+import tests.support.zero  # noqa: F401 - before ranks are forked
+from tests.support.runs import losses, train_on
+
+pytestmark = pytest.mark.dist
+
+#: fp32: a step's sums in another order, 2^-24 each, grow through AdamW's division by small second moments
+BOUND = 1e-5
+SAME = ("optimizer.eps=1e-4", "model.num_hidden_layers=4", "batch.micro_batch=2", "schedule.hold=1000", "precision=fp32")
+ZERO = "engine=deepspeed"
+HOST = ("deepspeed.offload_optimizer=cpu", "deepspeed.offload_parameters=cpu")
+
+#: processes and what is configured: each goes on from the checkpoint of the one before
+CHAIN = (
+    (1,),
+    (2, ZERO, "deepspeed.zero_stage=1"),
+    (2, "parallel.pp=2"),
+    (2, ZERO, "deepspeed.zero_stage=3", "deepspeed.small_parameter=0"),
+    (2, ZERO, "deepspeed.zero_stage=2", "parallel.ep=2", "deepspeed.offload_optimizer=cpu"),
+    (1, ZERO, "deepspeed.zero_stage=3", *HOST),
+    (2, "parallel.ep=2"),
+    (4, ZERO, "deepspeed.zero_stage=2", "parallel.ep=2"),
+)
+
+
+def through(chain, folder):
+    """Two steps on each, against one process of the native engine."""
+    want = losses(train_on(1, "671B", folder / "whole", f"steps={2 * len(chain)}", *SAME))
+    for number, (world, *how) in enumerate(chain, start=1):
+        run = train_on(world, "671B", folder / "chain", f"steps={2 * number}", *SAME, *how)
+    got = losses(run)
+    assert len(got) == 2 * len(chain)
+    assert got == pytest.approx(want, rel=BOUND)
+
+
+def test_a_run_goes_to_zero_and_back(tmp_path):
+    through(CHAIN[1:4], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_run_goes_from_engine_to_engine(tmp_path):
+    through(CHAIN, tmp_path)
+
+
+RESUMED = {
+    "1": ("deepspeed.zero_stage=1",),
+    "2 host": ("deepspeed.zero_stage=2", "deepspeed.offload_optimizer=cpu"),
+    "3": ("deepspeed.zero_stage=3",),
+    "3 host": ("deepspeed.zero_stage=3", *HOST),
+}
+
+
+@pytest.mark.parametrize("name", ["2 host", *(pytest.param(n, marks=pytest.mark.slow) for n in ("1", "3", "3 host"))])
+def test_resumed_a_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, name):
+    how = (*SAME, ZERO, *RESUMED[name])
+    whole = losses(train_on(2, "671B", tmp_path / "whole", "steps=4", *how))
+    train_on(2, "671B", tmp_path / "parts", "steps=2", *how)
+    assert losses(train_on(2, "671B", tmp_path / "parts", "steps=4", *how)) == whole
+
+
+@pytest.mark.parametrize("scale", ["16B", "236B", pytest.param("671B", marks=pytest.mark.slow)])
+def test_every_scale_s_smoke_run_has_the_native_curve(tmp_path, scale):
+    want = losses(train_on(1, scale, tmp_path / "native", "steps=3", SAME[0], "precision=fp32"))
+    got = losses(train_on(2, scale, tmp_path / "zero", "steps=3", SAME[0], "precision=fp32", ZERO))
+    assert got == pytest.approx(want, rel=BOUND)
+
+
+@pytest.mark.parametrize(
+    ("precision", "stage"),
+    [("fp8", 3), *(pytest.param(p, z, marks=pytest.mark.slow) for p, z in (("fp8", 2), ("bf16", 2), ("bf16", 3), ("fp16", 3)))],
+)
+def test_in_half_precision_the_curve_is_that_of_the_native_engine(tmp_path, precision, stage):
+    """bf16 keeps 8 bits: the two engines round different sums, 2^-9 each. FP8 quantises fp32 values here, which differ
+    in the last bit only: a value at an edge between two of FP8's may fall to either side."""
+    more = ("steps=4", "optimizer.eps=1e-4", f"precision={precision}")
+    want = losses(train_on(2, "671B", tmp_path / "native", *more))
+    got = losses(train_on(2, "671B", tmp_path / "zero", *more, ZERO, f"deepspeed.zero_stage={stage}"))
+    assert got == pytest.approx(want, rel=4e-3)
