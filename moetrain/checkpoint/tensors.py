@@ -7,7 +7,7 @@ one run and none in the next. Here the optimizer is read as it is, and the check
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 
 import torch
@@ -29,9 +29,13 @@ class NamedState(Protocol):
 
     def difference(self, saved: Metadata) -> str | None: ...
 
-    def room_for(self, saved: Metadata) -> dict[str, Any]: ...
+    def load(self, saved: Metadata, fill: Fill) -> None:
+        """Sets model and optimizer; raises ValueError where that cannot be. Every rank fills as often."""
+        ...
 
-    def write(self, state: dict[str, Any]) -> None: ...
+
+#: fills the tensors of a state in place, and replaces what is none, from the checkpoint
+Fill = Callable[[dict[str, Any]], None]
 
 
 class _Plain:
@@ -46,10 +50,9 @@ class _Plain:
     def difference(self, saved: Metadata) -> str | None:
         return difference(_model_tensors(self.model), saved, getattr(self.model, "elsewhere", frozenset()))
 
-    def room_for(self, saved: Metadata) -> dict[str, Any]:
-        return room_for(self.model, self.optimizer, saved)
-
-    def write(self, state: dict[str, Any]) -> None:
+    def load(self, saved: Metadata, fill: Fill) -> None:
+        state = room_for(self.model, self.optimizer, saved)
+        fill(state)
         write_state(self.model, self.optimizer, state)
 
 

@@ -214,12 +214,8 @@ class CheckpointFolder:
         named = tensors.named_state(model, optimizer)
         reason = named.difference(saved)
         if reason is None:
-            state = named.room_for(saved)
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp_load(state, checkpoint_id=folder, no_dist=not _distributed(), planner=RunLoadPlanner())
             try:
-                named.write(state)
+                named.load(saved, lambda state: _fill(state, folder))
             except ValueError as error:
                 reason = str(error)
         if reason is not None:
@@ -309,6 +305,12 @@ class _Writing:
     def join(self) -> BaseException | None:
         self._thread.join()
         return self._error
+
+
+def _fill(state: dict[str, Any], folder: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp_load(state, checkpoint_id=folder, no_dist=not _distributed(), planner=RunLoadPlanner())
 
 
 def _raise(error: BaseException | None) -> None:

@@ -463,6 +463,10 @@ class RunConfig(Section):
             )
         if self.batch.noise_scale:
             raise ValueError("batch.noise_scale needs each rank's own gradient, which ZeRO does not keep: use ramp")
+        if self.checkpoint.async_save and "nvme" in (zero.offload_optimizer, zero.offload_parameters):
+            raise ValueError(
+                "checkpoint.async_save copies states to memory, which offload to nvme is to spare: set false"
+            )
         if self.optimizer.moments == "bf16" and zero.offload_optimizer == "nvme":
             raise ValueError("optimizer.moments: bf16 cannot lie on a drive: set it to fp32, or offload_optimizer: cpu")
         if zero.zero_stage == 3 and self.balance.window_order == "forwards_first":

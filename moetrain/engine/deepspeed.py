@@ -15,6 +15,7 @@ import importlib
 import json
 import logging
 import os
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -68,6 +69,8 @@ class DeepSpeedEngine:
         zero = config.deepspeed
         settings = settings_of(config, ranks)
         _join(deepspeed)
+        if "nvme" in (zero.offload_optimizer, zero.offload_parameters):
+            _need_drive()
 
         with torch.device("meta"):
             model = DeepSeek(config.model).to(stored)
@@ -357,6 +360,10 @@ def _partition(
         This rank's part of each parameter in the precision of the master weights, where that is not the computation's.
     """
     parts: dict[str, Tensor] = {}
+    offload = settings["zero_optimization"].get("offload_param", {})
+    if offload.get("device") == "nvme":  # a buffer holds any parameter's part
+        offload["buffer_size"] = max(-(-p.numel() // ranks.data_world) for p in model.parameters())
+    shards = deepspeed.zero.Init(config_dict_or_path=settings, dtype=computed)
     for prefix, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         for key, p in own.items():
@@ -369,8 +376,7 @@ def _partition(
                 each = -(-p.numel() // ranks.data_world)
                 part = getattr(module, key).detach().flatten()[each * ranks.data_rank : each * (ranks.data_rank + 1)]
                 parts[name] = part.clone()
-        if own:
-            deepspeed.zero.Init(module=module, config_dict_or_path=settings, dtype=computed)
+        shards._convert_to_zero_parameters(module.parameters(recurse=False))
     return parts
 
 
@@ -440,7 +446,9 @@ def _cpu_adam(*, needed: bool) -> Any:
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
     try:
-        CPUAdamBuilder().load(verbose=False)
+        _compile(CPUAdamBuilder())
+    except UserError:
+        raise
     except Exception as error:  # whatever a compiler, or the lack of one, brings about
         if needed:
             first = str(error).strip().splitlines()[0]
@@ -450,6 +458,26 @@ def _cpu_adam(*, needed: bool) -> Any:
             ) from error
         return None
     return DeepSpeedCPUAdam
+
+
+def _compile(builder: Any) -> None:
+    """At the first use, in minutes. A process that is killed meanwhile leaves a lock that every later one waits for."""
+    from torch.utils.cpp_extension import _get_build_directory
+
+    lock = Path(_get_build_directory(builder.name, verbose=False), "lock")
+    if lock.exists() and time.time() - lock.stat().st_mtime > 1800:
+        raise UserError(f"{lock} was left by a process that ended while it compiled: remove it, and start again")
+    builder.load(verbose=False)
+
+
+def _need_drive() -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        raise UserError(
+            "deepspeed: offload to nvme needs libaio, which is not here: apt install libaio-dev (Debian), or offload to cpu"
+        )
+    _compile(AsyncIOBuilder())
 
 
 def _words(zero: DeepSpeedConfig, ranks: Ranks) -> str:

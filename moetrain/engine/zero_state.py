@@ -8,23 +8,33 @@ and moments of a piece are a run of elements in flat tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from moetrain.checkpoint.runs import Run
-from moetrain.checkpoint.tensors import Described, difference, split_key
+from moetrain.checkpoint.tensors import Described, Fill, difference, split_key
 
 
 class Piece(NamedTuple):
-    """Elements ``first`` to ``first + size`` of a parameter are ``at`` to ``at + size`` of ``flat``."""
+    """Elements ``first`` to ``first + size`` of a parameter are ``at`` to ``at + size`` of flat tensor ``number``."""
 
-    flat: Tensor
+    number: int
     at: int
     first: int
     size: int
+
+
+def _narrow(flat: Tensor, piece: Piece) -> Tensor:
+    return flat.detach().narrow(0, piece.at, piece.size)
+
+
+def _tensor(value: Any) -> Tensor:
+    """A count of steps, which DeepSpeed's CPU Adam has in an int."""
+    return value if isinstance(value, Tensor) else torch.tensor(float(value))
 
 
 class _Described(NamedTuple):
@@ -60,14 +70,11 @@ class ZeroState:
 
     def read(self) -> dict[str, Any]:
         state: dict[str, Any] = {f"model.{name}": value for name, value in self._buffers().items()}
-        for name, piece in self._pieces():
-            shape = self._shape(name)
-            state[f"model.{name}"] = Run(shape, piece.first, piece.flat.narrow(0, piece.at, piece.size))
-            for key, value in self.zero.optimizer.state.get(piece.flat, {}).items():
-                whole = value.shape == piece.flat.shape
-                state[f"optimizer.state.{name}.{key}"] = (
-                    Run(shape, piece.first, value.narrow(0, piece.at, piece.size)) if whole else value
-                )
+        for name, piece in self._pieces().items():
+            state[f"model.{name}"] = self._run(name, piece, None)
+            for key, value in self._moments(piece).items():
+                full = f"optimizer.state.{name}.{key}"
+                state[full] = self._run(name, piece, key) if self._is_moment(piece, value) else _tensor(value)
         for name in self.groups:
             for key, value in self._settings(name).items():
                 state[f"optimizer.param_groups.{name}.{key}"] = value
@@ -78,46 +85,45 @@ class ZeroState:
         here |= {name: _Described(self._shape(name), torch.float32) for name in self.parameters}
         return difference(here, saved)
 
-    def room_for(self, saved: Metadata) -> dict[str, Any]:
-        room: dict[str, Any] = dict(self._empty())
-        pieces = dict(self._pieces())
-        self.zero.optimizer.state.clear()
-        for key, entry in saved.state_dict_metadata.items():
-            kind, name, last = split_key(key)
-            if kind is None or name not in self.groups:
-                continue
-            if isinstance(entry, BytesStorageMetadata):
-                room[key] = None
-            elif kind == "state" and name in pieces:
-                piece = pieces[name]
-                if entry.size == self._shape(name):
-                    state = self.zero.optimizer.state[piece.flat]
-                    if last not in state:
-                        state[last] = torch.zeros_like(piece.flat, dtype=entry.properties.dtype, requires_grad=False)
-                    room[key] = Run(entry.size, piece.first, state[last].narrow(0, piece.at, piece.size))
-                else:
-                    room[key] = torch.zeros(entry.size, dtype=entry.properties.dtype)
-        return room
-
-    def write(self, state: dict[str, Any]) -> None:
-        """What was loaded into ``room_for``'s tensors is there already; the rest, and what follows from it."""
-        pieces, buffers = dict(self._pieces()), self._buffers()
-        settings: dict[str, dict[str, Any]] = {}
-        for full, value in state.items():
+    @torch.no_grad()
+    def load(self, saved: Metadata, fill: Fill) -> None:
+        """One flat tensor after the other, so that what lies on a drive never is in memory as a whole."""
+        rest: dict[str, Any] = {f"model.{name}": torch.empty_like(value) for name, value in self._buffers().items()}
+        keys: dict[str, list[tuple[str, TensorStorageMetadata]]] = {}
+        for full, entry in saved.state_dict_metadata.items():
             kind, name, key = split_key(full)
-            if kind is None and full.removeprefix("model.") in buffers:
-                buffers[full.removeprefix("model.")].copy_(value)
-            elif kind == "param_groups":
-                settings.setdefault(name, {})[key] = value
-            elif kind == "state" and not isinstance(value, Run):
-                flat = pieces[name].flat
-                self.zero.optimizer.state[flat][key] = value.to(flat.device)
-        for name, saved in settings.items():
-            group = self.zero.optimizer.param_groups[self.groups[name]]
-            first = next(other for other in settings if self.groups[other] == self.groups[name])
-            if saved != settings[first]:
-                raise ValueError(f"{name} has other optimizer settings in it than {first}")
-            group.update(saved)
+            if kind == "param_groups" and name in self.groups:
+                rest[full] = None
+            elif kind == "state" and isinstance(entry, TensorStorageMetadata):
+                keys.setdefault(name, []).append((key, entry))
+        fill(rest)
+        self._set_settings(rest)
+        for name, buffer in self._buffers().items():
+            buffer.copy_(rest[f"model.{name}"])
+        self.zero.optimizer.state.clear()
+        pieces = self._pieces()
+        for number, flat in enumerate(self.flats):
+            with self._here(number, write=True):
+                state: dict[str, Any] = {}
+                for name, piece in pieces.items():
+                    if piece.number != number:
+                        continue
+                    state[f"model.{name}"] = Run(self._shape(name), piece.first, _narrow(flat, piece))
+                    for key, moment in keys.get(name, ()):
+                        full, dtype = f"optimizer.state.{name}.{key}", moment.properties.dtype
+                        if moment.size != self._shape(name):
+                            state[full] = torch.zeros(moment.size, dtype=dtype)
+                            continue
+                        moments = self.zero.optimizer.state[flat]
+                        if key not in moments:
+                            moments[key] = torch.zeros_like(flat, dtype=dtype, requires_grad=False)
+                        state[full] = Run(self._shape(name), piece.first, _narrow(moments[key], piece))
+                fill(state)
+                for full, value in state.items():
+                    kind, _, key = split_key(full)
+                    if kind == "state" and not isinstance(value, Run):
+                        counted = hasattr(self.zero.optimizer, "ds_opt_adam")  # in an int
+                        self.zero.optimizer.state[flat][key] = int(value) if counted else value.to(flat.device)
         self._refresh()
 
     @torch.no_grad()
@@ -126,38 +132,99 @@ class ZeroState:
 
         ``masters``: by name, whole parameters (ZeRO 1 and 2; of experts this rank's) or this rank's part (ZeRO 3).
         """
-        for name, piece in self._pieces():
-            if name in masters:
-                values = masters[name].flatten()
-                if self.stage < 3:
-                    first = self.parameters[name]._hp_mapping.lp_fragment_address.start  # type: ignore[attr-defined]
-                    values = values[first : first + piece.size]
-                piece.flat.detach().narrow(0, piece.at, piece.size).copy_(values[: piece.size])
+        if not masters:
+            return
+        pieces = self._pieces()
+        for number, flat in enumerate(self.flats):
+            with self._here(number, write=True):
+                for name, piece in pieces.items():
+                    if piece.number != number:
+                        continue
+                    values = masters[name].flatten()
+                    if self.stage < 3:
+                        start = self.parameters[name]._hp_mapping.lp_fragment_address.start  # type: ignore[attr-defined]
+                        values = values[start : start + piece.size]
+                    _narrow(flat, piece).copy_(values[: piece.size])
+
+    # -- what lies on a drive -----------------------------------------------------------------------------------------
+
+    def _on_drive(self, number: int) -> bool:
+        return self.stage == 3 and bool(self.zero._swappable_optimizer_subgroup(number))
+
+    @contextmanager
+    def _here(self, number: int, *, write: bool) -> Iterator[None]:
+        """The flat tensor of this number and its moments are in memory; what is written in there stays."""
+        if not self._on_drive(number):
+            yield
+            return
+        self.zero._optimizer_states_and_gradient_swap_in(number)
+        try:
+            yield
+            if write:
+                self.zero._reassign_or_swap_out_partitioned_parameters(number)
+        finally:
+            if write:
+                self.zero._optimizer_states_and_gradient_swap_out(number)
+            else:
+                self.zero._release_swap_buffers(number)
+
+    def _run(self, name: str, piece: Piece, key: str | None) -> Run:
+        """Master weight (None) or a moment of a piece; brought from the drive when it is written, if it lies there."""
+        shape, flat = self._shape(name), self.flats[piece.number]
+
+        def values() -> Tensor:
+            return _narrow(flat if key is None else self.zero.optimizer.state[flat][key], piece)
+
+        def bring() -> Tensor:
+            with self._here(piece.number, write=False):
+                return values().clone()
+
+        if self._on_drive(piece.number):
+            return Run(shape, piece.first, bring, dtype=torch.float32, count=piece.size)
+        return Run(shape, piece.first, values())
+
+    def _moments(self, piece: Piece) -> dict[str, Any]:
+        moments: dict[str, Any] = self.zero.optimizer.state.get(self.flats[piece.number], {})
+        return moments
+
+    def _is_moment(self, piece: Piece, value: Any) -> bool:
+        """Rather than a count of steps."""
+        return isinstance(value, Tensor) and value.shape == self.flats[piece.number].shape and value.ndim == 1
 
     # -- where things lie -----------------------------------------------------------------------------------------
 
-    def _pieces(self) -> Iterator[tuple[str, Piece]]:
+    @property
+    def flats(self) -> Sequence[Tensor]:
+        zero = self.zero
+        flats: Sequence[Tensor] = (
+            zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
+        )
+        return flats
+
+    def _pieces(self) -> dict[str, Piece]:
+        """By flat tensor, so that each has to be brought once."""
+        pieces = []
         for name, p in self.parameters.items():
             if name not in self.groups:
                 continue  # not trained
             piece = self._piece_of_part(p) if self.stage == 3 else self._piece_of_group(p)
             if piece is not None:
                 mine = self.part * p.numel() if not getattr(p, "allreduce", True) else 0
-                yield name, piece._replace(first=piece.first + mine)
+                pieces.append((name, piece._replace(first=piece.first + mine)))
+        return dict(sorted(pieces, key=lambda item: item[1].number))
 
     def _piece_of_group(self, p: Any) -> Piece | None:
         mapping = p._hp_mapping
         if mapping is None:
             return None
-        flat = self.zero.single_partition_of_fp32_groups[mapping.param_group_index]
         here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
-        return Piece(flat, there.start, here.start, here.numel)
+        return Piece(mapping.param_group_index, there.start, here.start, here.numel)
 
     def _piece_of_part(self, p: Any) -> Piece | None:
-        number, at, count = self.zero.grad_position[self.zero.get_param_id(p)]
-        first = self.zero._get_param_partition_rank(p) * count
-        count = min(count, p.ds_numel - first)
-        return Piece(self.zero.fp32_partitioned_groups_flat[number], at, first, count) if count > 0 else None
+        number, at, size = self.zero.grad_position[self.zero.get_param_id(p)]
+        first = self.zero._get_param_partition_rank(p) * size
+        size = min(size, p.ds_numel - first)
+        return Piece(number, at, first, size) if size > 0 else None
 
     def _shape(self, name: str) -> torch.Size:
         p: Any = self.parameters[name]
@@ -172,12 +239,18 @@ class ZeroState:
         group = self.zero.optimizer.param_groups[self.groups[name]]
         return {key: value for key, value in group.items() if key not in ("params", "moe", "name")}
 
-    def _empty(self) -> Iterator[tuple[str, Any]]:
-        for name, buffer in self._buffers().items():
-            yield f"model.{name}", torch.empty_like(buffer)
-        for name, piece in self._pieces():
-            run = Run(self._shape(name), piece.first, piece.flat.detach().narrow(0, piece.at, piece.size))
-            yield f"model.{name}", run
+    def _set_settings(self, state: dict[str, Any]) -> None:
+        settings: dict[str, dict[str, Any]] = {}
+        for full, value in state.items():
+            kind, name, key = split_key(full)
+            if kind == "param_groups":
+                settings.setdefault(name, {})[key] = value
+        known: dict[int, str] = {}
+        for name, saved in settings.items():
+            first = known.setdefault(self.groups[name], name)
+            if saved != settings[first]:
+                raise ValueError(f"{name} has other optimizer settings in it than {first}")
+            self.zero.optimizer.param_groups[self.groups[name]].update(saved)
 
     @torch.no_grad()
     def _refresh(self) -> None:
@@ -186,7 +259,8 @@ class ZeroState:
             self.zero.update_lp_params()
             return
         self.zero._partition_all_parameters()
-        for number in range(len(self.zero.fp16_groups)):
-            self.zero._reassign_or_swap_out_partitioned_parameters(number)
+        for number in range(len(self.flats)):
+            if not self._on_drive(number):
+                self.zero._reassign_or_swap_out_partitioned_parameters(number)
         if self.zero.persistent_parameters:
             self.zero.persistent_parameters[0].all_gather(self.zero.persistent_parameters)

@@ -82,3 +82,28 @@ def test_in_half_precision_the_curve_is_that_of_the_native_engine(tmp_path, prec
     want = losses(train_on(2, "671B", tmp_path / "native", *more))
     got = losses(train_on(2, "671B", tmp_path / "zero", *more, ZERO, f"deepspeed.zero_stage={stage}"))
     assert got == pytest.approx(want, rel=4e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # it is compiled, in minutes
+def test_deepspeed_s_cpu_adam_is_torch_s_and_goes_on_from_it(tmp_path):
+    how = (*SAME, ZERO, "deepspeed.zero_stage=3", "deepspeed.offload_optimizer=cpu")
+    want = losses(train_on(1, "671B", tmp_path / "whole", "steps=6", *how))
+    for steps, adam in ((2, "deepspeed"), (4, "torch"), (6, "deepspeed")):
+        run = train_on(1, "671B", tmp_path / "turns", f"steps={steps}", *how, f"deepspeed.cpu_adam={adam}")
+    assert losses(run) == pytest.approx(want, rel=BOUND)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_states_on_a_drive_are_those_in_memory(tmp_path):
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        pytest.skip("libaio-dev is not installed")
+    how = (*SAME, ZERO, "deepspeed.zero_stage=3")
+    drive = ("deepspeed.offload_optimizer=nvme", "deepspeed.offload_parameters=nvme")
+    want = losses(train_on(2, "671B", tmp_path / "memory", "steps=4", *how))
+    folder = tmp_path / "drive"
+    train_on(2, "671B", folder, "steps=2", *how, *drive, f"deepspeed.nvme_path={tmp_path / 'nvme'}")
+    assert losses(train_on(2, "671B", folder, "steps=4", *how)) == pytest.approx(want, rel=BOUND)

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import moetrain
+import tests.support.zero  # noqa: F401 - before ranks are forked
 from moetrain.checkpoint import CheckpointFolder
 from moetrain.errors import LostRankError
 from tests.support.runs import ROOT, environment, losses, overrides, run_config
@@ -33,6 +34,10 @@ LAYOUTS = {
     "spread experts": (2, ("parallel.ep=2",)),
     "stages": (2, ("parallel.pp=2",)),
     "saved in the background": (2, ("checkpoint.async_save=true",)),
+    "ZeRO 3 on the host": (
+        2,
+        ("engine=deepspeed", "deepspeed.offload_optimizer=cpu", "deepspeed.offload_parameters=cpu"),
+    ),
 }
 
 
@@ -134,7 +139,7 @@ def test_ranks_killed_at_any_moment_cost_nothing(tmp_path, layout):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fifty_killed_ranks_cost_nothing(tmp_path, layout):
-    """With the four layouts: two hundred moments."""
+    """With the five layouts: two hundred and fifty moments."""
     unbroken(tmp_path, layout)
     dead, seed = 0, 100
     while dead < 50:
