@@ -475,7 +475,8 @@ def _need_drive() -> None:
 
     if not AsyncIOBuilder().is_compatible(verbose=False):
         raise UserError(
-            "deepspeed: offload to nvme needs libaio, which is not here: apt install libaio-dev (Debian), or offload to cpu"
+            "deepspeed: offload to nvme needs libaio, which is not here: `apt install libaio-dev` on Debian, or offload "
+            "to cpu"
         )
     _compile(AsyncIOBuilder())
 
