@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moetrain.accumulate.owners import GradientOwner
 from moetrain.accumulate.traffic import Traffic
 from moetrain.config.run import DeepSpeedConfig, RunConfig
 from moetrain.engine.zero_state import ZeroState
@@ -54,6 +53,7 @@ class DeepSpeedEngine:
         config: the run; ``config.deepspeed`` says the ZeRO stage and what is kept elsewhere.
         ranks: this process among the run's.
         load: gives a filled model of the wanted dtype; default: fresh weights from the run's seed.
+        optimizer: makes it from parameter groups; default: AdamW as configured.
 
     Raises:
         UserError: DeepSpeed is not installed, or lacks what the config asks for.
@@ -62,7 +62,12 @@ class DeepSpeedEngine:
     pipeline = None
 
     def __init__(
-        self, config: RunConfig, ranks: Ranks, *, load: Callable[[torch.dtype], DeepSeek] | None = None
+        self,
+        config: RunConfig,
+        ranks: Ranks,
+        *,
+        load: Callable[[torch.dtype], DeepSeek] | None = None,
+        optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
     ) -> None:
         deepspeed = _import(ranks.device)
         stored, computed = dtypes(config.precision, ranks.device)
@@ -108,7 +113,8 @@ class DeepSpeedEngine:
                 setattr(module, name, empty if buffer.is_meta else buffer.to(ranks.device))
         model.train()
 
-        basic, how = _optimizer(model, groups, config, ranks)
+        given = _with_parameters(model, groups)
+        basic, how = (optimizer(given), "optimizer: as given") if optimizer else _optimizer(given, config, ranks)
         wrapped = _wrapped(deepspeed, model, basic, settings, experts=ranks.expert_mesh is not None)
         sharded = wrapped.optimizer
         self.model: nn.Module = wrapped
@@ -124,7 +130,7 @@ class DeepSpeedEngine:
             expert_part=expert_rank,
         )
         sharded.named_state.fill(masters)
-        self.owner: GradientOwner = ZeroOwner(wrapped, sharded, ranks, zero, fp8)
+        self.owner = ZeroOwner(wrapped, sharded, ranks, zero, fp8)
         self.applied: Sequence[str] = [*applied, _words(zero, ranks), how]
 
 
@@ -418,9 +424,7 @@ def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     return apart
 
 
-def _optimizer(
-    model: nn.Module, groups: Sequence[tuple[list[str], float]], config: RunConfig, ranks: Ranks
-) -> tuple[torch.optim.Optimizer, str]:
+def _with_parameters(model: nn.Module, groups: Sequence[tuple[list[str], float]]) -> list[dict[str, Any]]:
     parameters = dict(model.named_parameters())
     given = []
     for names, decay in groups:
@@ -429,6 +433,10 @@ def _optimizer(
         if not getattr(first, "allreduce", True):
             group |= {"moe": True, "name": first.group_name}
         given.append(group)
+    return given
+
+
+def _optimizer(given: list[dict[str, Any]], config: RunConfig, ranks: Ranks) -> tuple[torch.optim.Optimizer, str]:
     o = config.optimizer
     if config.deepspeed.offload_optimizer != "none" and config.deepspeed.cpu_adam != "torch":
         asked = config.deepspeed.cpu_adam == "deepspeed"
@@ -475,8 +483,8 @@ def _need_drive() -> None:
 
     if not AsyncIOBuilder().is_compatible(verbose=False):
         raise UserError(
-            "deepspeed: offload to nvme needs libaio, which is not here: `apt install libaio-dev` on Debian, or offload "
-            "to cpu"
+            "deepspeed: offload to nvme needs libaio, which is not here: on Debian `apt install libaio-dev`, or use "
+            "offload to cpu"
         )
     _compile(AsyncIOBuilder())
 
