@@ -148,7 +148,8 @@ class _Run:
         return self.made()[1][index]
 
     def forget(self) -> None:
-        self._made = None
+        """The inputs, too: the graph that leads here lives as long as anybody holds the loss or a stage's output."""
+        self._made, self.inputs = None, ()
 
 
 class _Again(torch.autograd.Function):
