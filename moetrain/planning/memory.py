@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType
 
 from moetrain.config.run import SINGLE
 from moetrain.engine.pipeline import SCHEDULES
+from moetrain.planning.fit import rank_states
 from moetrain.planning.layout import Layout, Parameter
 from moetrain.planning.trace import Mark, Piece, Place, Stretch, pieces
 
@@ -231,7 +232,7 @@ class _Action_(NamedTuple):
 class _Window:
     """Plays one window of a pipeline rank."""
 
-    def __init__(self, layout: Layout, rank: int) -> None:
+    def __init__(self, layout: Layout, rank: int, *, reduced: int | None = None) -> None:
         self.layout, self.rank, self.memory = layout, rank, _Bytes()
         config, kind = layout.config, layout.kind
         self.pieces = pieces(config.model, kind)
@@ -250,7 +251,7 @@ class _Window:
         if layout.sharded:
             # on a CPU the states are on the device already
             offload = p.offload_states and layout.device == "cuda"
-            self.fsdp = _Fsdp(groups, self.memory, self.stored, p.dp_replicate, offload)
+            self.fsdp = _Fsdp(groups, self.memory, reduced or self.stored, p.dp_replicate, offload)
         self.first_forward = True
         self.left = 0  # activations that a micro-batch left behind so far
 
@@ -343,10 +344,16 @@ class _Window:
     # -- the window ---------------------------------------------------------------------------------------------------
 
     def run(self) -> RankMemory:
-        layout, memory = self.layout, self.memory
-        config, p = layout.config, layout.config.parallel
-        self.kept: set[tuple[int, str]] = set()
+        memory = self.memory
         host = self._states()
+        self._play()
+        self._step()
+        return RankMemory(self.rank, memory.peak, {k: v for k, v in memory.at_peak.items() if v}, host)
+
+    def _play(self) -> None:
+        layout, memory = self.layout, self.memory
+        p = layout.config.parallel
+        self.kept: set[tuple[int, str]] = set()
         memory.add("data", self._data())
         if p.pp > 1:
             self._pipeline()
@@ -359,9 +366,11 @@ class _Window:
                 last = slot == K - 1
                 self.backward(0, first=slot == 0, sync=last or self.sync_all, last=last)
                 self._nothing_left()
-        self._step()
-        assert config.engine == "native"
-        return RankMemory(self.rank, memory.peak, {k: v for k, v in memory.at_peak.items() if v}, host)
+
+    def passing(self) -> dict[str, int]:
+        """What a window needs besides states: the same at its peak, without parameters, gradients and moments."""
+        self._play()
+        return {kind: size for kind, size in self.memory.at_peak.items() if size and kind != "gradients"}
 
     def _nothing_left(self) -> None:
         """What the graph itself held goes with it."""
@@ -524,4 +533,29 @@ class _Stage:
 
 def rank_memory(layout: Layout, rank: int = 0) -> RankMemory:
     """Of pipeline rank ``rank`` (its first data rank, which holds the largest shards)."""
+    if layout.config.engine == "deepspeed":
+        return _deepspeed(layout, rank)
     return _Window(layout, rank).run()
+
+
+def _deepspeed(layout: Layout, rank: int) -> RankMemory:
+    """States as ZeRO's stage shards them; what passes as native has it when it reduces in every micro-batch, but in 16
+    bits. Stages below 3 gather nothing: every rank has the weights."""
+    config = layout.config
+    states = rank_states(config, layout.world)
+    native = config.model_copy(
+        update={
+            "engine": "native",
+            "parallel": config.parallel.model_copy(update={"reduce": "micro_batch", "offload_states": False}),
+        }
+    )
+    half = config.precision in ("bf16", "fp16", "fp8")
+    window = _Window(replace(layout, config=native), rank, reduced=2 if half else None)
+    if config.deepspeed.zero_stage < 3:
+        window.fsdp = None
+    passing = window.passing()
+    if config.deepspeed.zero_stage < 3:  # gradients of the whole model: among the states already
+        own = sum(p.numel for ps in window.parameters.values() for p in ps)
+        passing["activations"] = max(0, passing.get("activations", 0) - own * layout.dtypes[1].itemsize)
+    by = {"states": states.device, **passing}
+    return RankMemory(rank, sum(by.values()), {k: v for k, v in by.items() if v}, states.host)

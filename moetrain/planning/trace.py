@@ -16,7 +16,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -49,10 +49,12 @@ Place = tuple[str, str]  # (unit, role): ("layers.3", "gate"), ("mtp.0", "block"
 
 
 class Stretch(NamedTuple):
-    """A run of operators: bytes alive after it minus before, and the most above its start on the way."""
+    """A run of operators: bytes alive after it minus before, the most above its start on the way, and all that was
+    made in it (which says what elementwise operators write)."""
 
     delta: int
     peak: int
+    made: int
 
 
 class Mark(NamedTuple):
@@ -74,6 +76,14 @@ class Piece:
     backward: Events
     again: Events
     kept: int = 0
+
+    @cached_property
+    def made(self) -> tuple[int, int]:
+        """Bytes that a forward makes, and a backward."""
+        forward, backward = (
+            sum(event.made for event in events if isinstance(event, Stretch)) for events in (self.forward, self.again)
+        )
+        return forward, backward
 
 
 @dataclass(frozen=True)
@@ -156,7 +166,7 @@ class _Follow(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[Stretch | Mark] = []
-        self.current = self._start = self._peak = 0
+        self.current = self._start = self._peak = self._made = 0
         self._live: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -175,6 +185,7 @@ class _Follow(TorchDispatchMode):
             size = storage.nbytes()
             self._live[key] = (weakref.ref(storage, lambda gone, key=key: self._end(key, gone)), size)  # type: ignore[misc]
             self.current += size
+            self._made += size
             self._peak = max(self._peak, self.current)
         return out
 
@@ -189,10 +200,11 @@ class _Follow(TorchDispatchMode):
         self.events.append(Mark(what, place))
 
     def _close(self) -> None:
-        stretch = Stretch(self.current - self._start, self._peak - self._start)
-        if stretch != (0, 0):
+        stretch = Stretch(self.current - self._start, self._peak - self._start, self._made)
+        if stretch != (0, 0, 0):
             self.events.append(stretch)
         self._start = self._peak = self.current
+        self._made = 0
 
     def take(self) -> list[Stretch | Mark]:
         self._close()
