@@ -93,10 +93,14 @@ def _work(model: ModelConfig, seq_len: int, name: str) -> _Work:
     )
 
 
-def speed(layout: Layout, cluster: Cluster) -> Speed:
-    """Of the slowest pipeline rank."""
+def speed(layout: Layout, cluster: Cluster, *, fused: bool = False) -> Speed:
+    """Of the slowest pipeline rank.
+
+    ``fused``: elementwise work costs only what no kernel can spare, what waits for its backward written and read once,
+    and gradients of that size; default: every tensor that today's operators make.
+    """
     ranks = {_held(layout, rank): rank for rank in range(layout.config.parallel.pp)}
-    return max((_of_rank(layout, cluster, rank) for rank in ranks.values()), key=lambda each: each.step)
+    return max((_of_rank(layout, cluster, rank, fused) for rank in ranks.values()), key=lambda each: each.step)
 
 
 def _held(layout: Layout, rank: int) -> tuple[int, int, bool, bool]:
@@ -106,7 +110,7 @@ def _held(layout: Layout, rank: int) -> tuple[int, int, bool, bool]:
     return moe, sum(len(p.layers) for p in parts), any(p.first for p in parts), any(p.last for p in parts)
 
 
-def _of_rank(layout: Layout, cluster: Cluster, rank: int) -> Speed:
+def _of_rank(layout: Layout, cluster: Cluster, rank: int, fused: bool) -> Speed:
     config, p, hw = layout.config, layout.config.parallel, cluster.hardware
     model, T = config.model, config.data.seq_len
     traced = pieces(model, layout.kind)
@@ -132,7 +136,7 @@ def _of_rank(layout: Layout, cluster: Cluster, rank: int) -> Speed:
         balanced = layout.imbalance if name in ("moe", "end") else 1.0
         product = tokens * (work.low * balanced / low_rate + work.high / high_rate)
         core = tokens * work.attention / attention_rate
-        made_forward, made_backward = (2.0 * made / memory_rate for made in piece.made)
+        made_forward, made_backward = (2.0 * made / memory_rate for made in (piece.waits if fused else piece.made))
         again = 0.0
         if p.recompute == "full":
             again = product + core

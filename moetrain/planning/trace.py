@@ -86,6 +86,13 @@ class Piece:
         return forward, backward
 
 
+    @property
+    def waits(self) -> tuple[int, int]:
+        """Bytes that wait for the backward, and the same for a backward that reads them and makes their gradients."""
+        waiting = max(0, _delta(self.forward))
+        return waiting, waiting
+
+
 @dataclass(frozen=True)
 class Pieces:
     """``embed``; ``dense`` and ``moe`` blocks (None: the model has none); ``end``: norm, head, multi-token

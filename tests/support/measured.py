@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from moetrain.accumulate import MoEAccumulator, Window
 from moetrain.config.run import RunConfig
 from moetrain.engine import NativeEngine
 from moetrain.model import DeepSeekLoss
+from moetrain.parallel import ep
 from moetrain.parallel.plan import needs_group
-from moetrain.parallel.ranks import started
+from moetrain.parallel.ranks import Ranks, meshes
 from moetrain.planning.layout import Layout
 from moetrain.planning.tensors import TensorMemory, training_kinds
 from tests.support.processes import run_plain
@@ -22,23 +23,17 @@ STEPS = 3  # the first makes moments and buffers, the others are alike
 
 
 def measured(config: RunConfig, world: int, timeout: float = 240) -> list[dict[str, Any]]:
-    """Of each rank: ``peak`` bytes of the later steps, what it is made of, and ``share``: entries its experts got over
-    the mean."""
+    """Of each rank: ``peak`` bytes of the later steps, and ``share``: entries its experts got over the mean."""
     with tempfile.TemporaryDirectory() as folder:
         return run_plain(_on_rank, world, config, folder, timeout=timeout)
 
 
 def _on_rank(rank: int, world: int, config: RunConfig, folder: str) -> dict[str, Any]:
-    os.environ |= {"WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
-    p = config.parallel
-    import torch.distributed as dist
-
-    if world > 1 or needs_group(config.precision, p):
+    p, alone = config.parallel, needs_group(config.precision, config.parallel)
+    spread: Any = (None,)
+    if world > 1 or alone:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    from moetrain.parallel.ranks import Ranks, meshes
-
-    grouped = world > 1 or needs_group(config.precision, p)
-    spread = meshes("cpu", world, dp_replicate=p.dp_replicate, ep=p.ep, pp=p.pp, need_group=needs_group(config.precision, p)) if grouped else (None,)
+        spread = meshes("cpu", world, dp_replicate=p.dp_replicate, ep=p.ep, pp=p.pp, need_group=alone)
     ranks = Ranks(rank, world, torch.device("cpu"), *spread)
     layout = Layout(config, world, "cpu")
     loss = DeepSeekLoss(config.model)
@@ -55,34 +50,39 @@ def _on_rank(rank: int, world: int, config: RunConfig, folder: str) -> dict[str,
         pipeline=engine.pipeline,
         owner=engine.owner,
     )
+    shares: dict[str, list[float]] = {}
+
+    class Watched(ep.Trip):
+        def __init__(self, dispatcher: Any, rows: Any, entries: Any) -> None:
+            super().__init__(dispatcher, rows, entries)
+            shares.setdefault(dispatcher.layer, []).append(sum(entries[0]) / max(1, sum(entries[1])))
+
+    ep.Trip = Watched  # type: ignore[misc]
     memory = TensorMemory(training_kinds(engine.model, engine.optimizer))
     torch.manual_seed(ranks.data_rank)
-    sent = []
-    from moetrain.parallel import ep
-    class T(ep.Trip):
-        def __init__(self, d, rows, entries):
-            super().__init__(d, rows, entries)
-            sent.append((d.layer, sum(rows[0]), sum(rows[1]), sum(entries[0]), sum(entries[1])))
-    ep.Trip = T
     count = -(-config.batch.global_batch // ranks.data_world)
-    slots = -(-count // config.batch.micro_batch)
     size = min(config.batch.micro_batch, count)
-    report = None
+    slots = -(-count // size)
     with memory:
-        memory.kinds = {}  # what was there has been counted
+        memory.kinds = {}  # what was there before has been counted
         for step in range(STEPS):
             rows = torch.randint(0, config.model.vocab_size, (slots * size, config.data.seq_len))
             window = Window({"input_ids": ids.clone(), "labels": ids.clone()} for ids in rows.split(size))
             del rows
             if step == 1:
                 memory.reset_peak()
-            del report
-            report = accumulator.step(window)
+                shares.clear()
+            accumulator.step(window)
             del window
-    load = report.load.double()  # [L, E]
-    own = load.view(load.shape[0], p.ep, -1).sum(2)
-    share = (own / own.mean(1, keepdim=True))[:, (rank % ranks.data_world) % p.ep]
-    result = {"peak": memory.peak, "share": float(share.mean()) if len(share) else 1.0, "sent": sent}
     if dist.is_initialized():
         dist.destroy_process_group()
-    return result
+    return {"peak": memory.peak, "share": _share(list(shares.values()), p.recompute == "full")}
+
+
+def _share(layers: list[list[float]], one_by_one: bool) -> float:
+    """Of the fullest moment: one block's where blocks are recomputed whole, all blocks' of a micro-batch otherwise."""
+    if not layers:
+        return 1.0
+    if one_by_one:
+        return max(map(max, layers))
+    return max(sum(slot) / len(slot) for slot in zip(*layers, strict=False))
