@@ -1,9 +1,10 @@
 """Predicted peak against measured peak of real runs on this machine: the table in docs/plan.md.
 
-    PYTHONPATH=. python benchmarks/plan.py
+    PYTHONPATH=. python benchmarks/plan.py [NUMBER OF A RUN ...]
 
 Each run is three optimizer steps of the model of configs/671B/smoke.yaml on gloo; measured are tensor bytes of the
-later two (``moetrain.planning.tensors``), on every rank; the row shows the rank on which the prediction is worst.
+later two (``moetrain.planning.tensors``), on every rank; the row shows the rank on which the prediction is worst. Where
+experts are spread, the prediction is told how many entries each rank's experts got: that is data, and not the plan's.
 """
 
 from __future__ import annotations
@@ -54,19 +55,22 @@ def compare(world: int, keys: list[str]) -> tuple[int, int]:
     found = measured(config, world)
     pairs = []
     for rank, run in enumerate(found):
-        layout = Layout(config, world, "cpu", run["share"])
-        pairs.append((rank_memory(layout, rank // layout.data_world).peak, run["peak"]))
+        layouts = [Layout(config, world, "cpu", shares=tuple(shares.items())) for shares in run["shares"]]
+        pipe = rank // layouts[0].data_world
+        pairs.append((max(rank_memory(layout, pipe).peak for layout in layouts), run["peak"]))
     return max(pairs, key=lambda pair: abs(pair[0] / pair[1] - 1))
 
 
 def main() -> None:
     rows = []
-    for world, keys in RUNS:
+    for world, keys in RUNS if len(sys.argv) == 1 else [RUNS[int(i)] for i in sys.argv[1:]]:
         predicted, seen = compare(world, keys)
         name = ", ".join(key.removeprefix(P).removeprefix("balance.") for key in keys) or "defaults"
         off = f"{100 * (predicted / seen - 1):+.2f}"
         rows.append({"ranks": world, "run": name, "predicted": predicted, "measured": seen, "percent": off})
         print(f"| {world} | {name} | {predicted / 2**20:.2f} | {seen / 2**20:.2f} | {off} % |", flush=True)
+    if len(sys.argv) > 1:
+        return
     with (ROOT / "benchmarks" / "results" / "plan.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()

@@ -13,6 +13,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from moetrain.errors import UserError
 
@@ -55,11 +56,11 @@ _DGX = "network: 400 Gb/s InfiniBand for each GPU (DGX/HGX H100 data sheet)"
 TABLE = {
     each.name: each
     for each in (
-        Hardware("H100", 80 * GIB, 989e12, 1979e12, 3.35e12, 450e9, 50e9, 8, 2.5, f"NVIDIA H100 SXM data sheet; {_DGX}"),
-        Hardware("H200", 141 * GIB, 989e12, 1979e12, 4.8e12, 450e9, 50e9, 8, 3.0, f"NVIDIA H200 SXM data sheet; {_DGX}"),
+        Hardware("H100", 80 * GIB, 989e12, 1979e12, 3.35e12, 450e9, 50e9, 8, 2.5, f"NVIDIA H100 SXM sheet; {_DGX}"),
+        Hardware("H200", 141 * GIB, 989e12, 1979e12, 4.8e12, 450e9, 50e9, 8, 3.0, f"NVIDIA H200 SXM sheet; {_DGX}"),
         Hardware(
             "H800", 80 * GIB, 989e12, 1979e12, 3.35e12, 200e9, 50e9, 8, 2.0,
-            "as H100 with NVLink 400 GB/s in both directions (arXiv 2505.09343, 4.1), 400 Gb/s InfiniBand and 2 dollars "
+            "as H100 with NVLink 400 GB/s in both directions (arXiv 2505.09343, 4.1), 400 Gb/s InfiniBand, 2 dollars "
             "an hour (arXiv 2412.19437, table 1)",
         ),
         Hardware(
@@ -92,7 +93,7 @@ TABLE = {
         ),
         Hardware(
             "CPU", 24 * GIB, 3e9, 0.0, 20e9, 5e9, 1.25e9, 2, 0.0,
-            "this project's development machine: two cores with AVX2 and no bf16 units, a process each (CONTRIBUTING.md); "
+            "this project's development machine: two cores with AVX2 and no bf16 units, a process each; "
             "fp32 runs at 60 GFLOP/s, see moetrain.planning.speed",
             host_memory=24 * GIB, host_bandwidth=20e9,
         ),
@@ -156,7 +157,6 @@ def cluster(text: str, nodes: int | None = None, keys: Mapping[str, float] | Non
         given = {key: int(value) if key == "per_node" else value for key, value in keys.items()}
         hardware = Hardware(name=name, source="the command line", **given)  # type: ignore[arg-type]
     else:
-        hardware = dataclasses.replace(
-            known, **{key: int(value) if key == "per_node" else value for key, value in keys.items()}
-        )
+        replaced: dict[str, Any] = {key: int(value) if key == "per_node" else value for key, value in keys.items()}
+        hardware = dataclasses.replace(known, **replaced)
     return Cluster(hardware, count * (nodes or 1))

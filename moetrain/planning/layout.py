@@ -46,6 +46,7 @@ class Layout:
     world: int
     device: str = "cuda"
     imbalance: float = 1.0
+    shares: tuple[tuple[str, float], ...] = ()  # imbalance by unit (layers.3, mtp.0), where it is known
 
     def __post_init__(self) -> None:
         p = self.config.parallel
@@ -215,7 +216,9 @@ class Layout:
 
 def _small(model: ModelConfig) -> str:
     small, _ = one_of_each(model)
-    return small.model_copy(update={"num_nextn_predict_layers": min(1, model.num_nextn_predict_layers)}).model_dump_json()
+    return small.model_copy(
+        update={"num_nextn_predict_layers": min(1, model.num_nextn_predict_layers)}
+    ).model_dump_json()
 
 
 @lru_cache(maxsize=64)

@@ -23,7 +23,7 @@ from moetrain.config.run import SINGLE
 from moetrain.engine.pipeline import SCHEDULES
 from moetrain.planning.fit import rank_states
 from moetrain.planning.layout import Layout, Parameter
-from moetrain.planning.trace import Mark, Piece, Place, Stretch, pieces
+from moetrain.planning.trace import Mark, Piece, Pieces, Place, Stretch, pieces
 
 ROOT: Place = ("root", "root")
 _SIMULATED = 4  # micro-batches played; later ones repeat them
@@ -291,12 +291,18 @@ class _Window:
 
     def _units(self, stage: int) -> tuple[list[tuple[str, Piece]], bool, bool]:
         part, model = self.layout.parts[stage], self.layout.config.model
-        units = [(f"layers.{i}", self.pieces.block(model.is_moe_layer(i))) for i in part.layers]
+        units = [(f"layers.{i}", self._traced(f"layers.{i}").block(model.is_moe_layer(i))) for i in part.layers]
         if part.first:
             units.insert(0, ("root", self.pieces.embed))
         if part.last:
-            units.append(("root", self.pieces.end))
+            units.append(("root", self._traced("mtp.0").end))
         return units, part.first, part.last
+
+    def _traced(self, unit: str) -> Pieces:
+        share = dict(self.layout.shares).get(unit)
+        if share is None:
+            return self.pieces
+        return pieces(self.layout.config.model, replace(self.layout.kind, imbalance=share))
 
     def forward(self, stage: int) -> None:
         units, _, _ = self._units(stage)

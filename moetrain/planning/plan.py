@@ -175,7 +175,9 @@ def changes(plan: Plan, *, most: int = 3) -> list[Change]:
         count = cluster.count * 2
         while count <= 4096 and len(found) < most:
             more_gpus = dataclasses.replace(cluster, count=count)
-            if change := _fitting(config, more_gpus, {"parallel__recompute": "full"} if config.parallel.recompute == "none" else {}):
+            if change := _fitting(
+                config, more_gpus, {"parallel__recompute": "full"} if config.parallel.recompute == "none" else {}
+            ):
                 found.append(change)
                 break
             count *= 2

@@ -14,8 +14,8 @@ from moetrain.model.flops import flops_per_token, parameter_counts
 from moetrain.planning.fit import rank_states
 from moetrain.planning.hardware import Cluster
 from moetrain.planning.layout import Layout
-from moetrain.planning.traffic import Flow, traffic
 from moetrain.planning.trace import Piece, pieces
+from moetrain.planning.traffic import Flow, traffic
 
 #: share of the matrix peak that large products reach: cuBLAS in bf16 about 700 of an H100's 989 TFLOP/s; DeepGEMM's
 #: README has 1,100 to 1,350 of an H800's 1,979 TFLOP/s in FP8 for V3's shapes; FlashAttention-3 (arXiv 2407.08608)

@@ -85,7 +85,6 @@ class Piece:
         )
         return forward, backward
 
-
     @property
     def waits(self) -> tuple[int, int]:
         """Bytes that wait for the backward, and the same for a backward that reads them and makes their gradients."""
@@ -358,7 +357,9 @@ class _Travel(AllToAllDispatcher):
         order_N = rank_TK.flatten().argsort(stable=True)
         entry_N2 = torch.stack([choice_TK.flatten()[order_N] % self.local, place_GT.flatten()[order_N]], 1)
         sizes = choice_TK.new_empty(G, 2)
-        trip = _Standing(self, (_split(rows_in, G), _split(rows_out, G)), (_split(entries_in, G), _split(entries_out, G)))
+        trip = _Standing(
+            self, (_split(rows_in, G), _split(rows_out, G)), (_split(entries_in, G), _split(entries_out, G))
+        )
         x_RD, weight_N = Leave.apply(
             x_TD.index_select(0, token_R), weight_TK.flatten().index_select(0, order_N), entry_N2, trip
         )
@@ -480,7 +481,9 @@ def _trace(config: ModelConfig, kind: Kind) -> Pieces:
             _watch(module, follow, place, cast if place[1] == "block" else None)
     loss = DeepSeekLoss(config)
     ledger = RoutingLedger(find_routers(model), kind.balance)
-    item = {name: torch.zeros(kind.rows, kind.tokens, dtype=torch.int64, device="meta") for name in ("input_ids", "labels")}
+    item = {
+        name: torch.zeros(kind.rows, kind.tokens, dtype=torch.int64, device="meta") for name in ("input_ids", "labels")
+    }
     if kind.documents:
         item["document_ids"] = torch.zeros_like(item["input_ids"])
     window = Window([item, item])
@@ -504,7 +507,11 @@ def _trace(config: ModelConfig, kind: Kind) -> Pieces:
     # the first pass makes gradients, the second adds to them
     (first, backward), (forward, again) = passes
     layers = [f"layers.{i}" for i in range(config.num_hidden_layers)]
-    forwards, backwards, agains = _by_forward(forward, layers), _by_backward(backward, layers), _by_backward(again, layers)
+    forwards, backwards, agains = (
+        _by_forward(forward, layers),
+        _by_backward(backward, layers),
+        _by_backward(again, layers),
+    )
     kept = [_delta(a) - _delta(b) for a, b in zip(_by_forward(first, layers), forwards, strict=True)]
     embed, *blocks, end = (
         Piece(tuple(f), tuple(b), tuple(a), k) for f, b, a, k in zip(forwards, backwards, agains, kept, strict=True)

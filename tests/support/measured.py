@@ -23,7 +23,8 @@ STEPS = 3  # the first makes moments and buffers, the others are alike
 
 
 def measured(config: RunConfig, world: int, timeout: float = 240) -> list[dict[str, Any]]:
-    """Of each rank: ``peak`` bytes of the later steps, and ``share``: entries its experts got over the mean."""
+    """Of each rank: ``peak`` bytes of the later steps, and ``shares``: entries its experts got over the mean, by
+    forward and unit of the model."""
     with tempfile.TemporaryDirectory() as folder:
         return run_plain(_on_rank, world, config, folder, timeout=timeout)
 
@@ -76,13 +77,10 @@ def _on_rank(rank: int, world: int, config: RunConfig, folder: str) -> dict[str,
             del window
     if dist.is_initialized():
         dist.destroy_process_group()
-    return {"peak": memory.peak, "share": _share(list(shares.values()), p.recompute == "full")}
+    return {"peak": memory.peak, "shares": _by_slot(shares, again=p.recompute == "full")}
 
 
-def _share(layers: list[list[float]], one_by_one: bool) -> float:
-    """Of the fullest moment: one block's where blocks are recomputed whole, all blocks' of a micro-batch otherwise."""
-    if not layers:
-        return 1.0
-    if one_by_one:
-        return max(map(max, layers))
-    return max(sum(slot) / len(slot) for slot in zip(*layers, strict=False))
+def _by_slot(shares: dict[str, list[float]], *, again: bool) -> list[dict[str, float]]:
+    """Of each forward, by unit; a block that runs again sends again, right after."""
+    each = {".".join(name.split(".")[:2]): found[:: 2 if again else 1] for name, found in shares.items()}
+    return [dict(zip(each, slot, strict=True)) for slot in zip(*each.values(), strict=False)] or [{}]
