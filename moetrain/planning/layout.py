@@ -79,7 +79,7 @@ class Layout:
     def slots(self) -> int:
         """Micro-batches of a window on a rank, those that a schedule fills up with included."""
         config = self.config
-        wanted = -(-(-(-config.batch.global_batch // self.data_world)) // config.batch.micro_batch)
+        wanted = math.ceil(math.ceil(config.batch.global_batch / self.data_world) / config.batch.micro_batch)
         p = config.parallel
         if p.pp == 1:
             return wanted

@@ -19,7 +19,7 @@ from moetrain.planning.speed import Speed, speed
 #: are assumptions, as tests/gpu has not measured them yet
 GAPS, RESERVE = 0.04, 2 * GIB
 #: a rank's entries over the mean, at its fullest moment: auxiliary-loss-free balancing keeps the busiest expert within
-#: 4 % of the mean over a batch (arXiv 2408.15664, table 2), a single micro-batch less so; an assumption
+#: 4 % of the mean over all batches (MaxVio_global, arXiv 2408.15664), a single micro-batch less so; an assumption
 IMBALANCE = 1.1
 
 
@@ -79,8 +79,8 @@ def make_plan(config: RunConfig, cluster: Cluster, *, imbalance: float = IMBALAN
     layout = Layout(config, cluster.count, cluster.device, imbalance if config.parallel.ep > 1 else 1.0)
     if layout.split:
         raise UserError(
-            f"parallel.schedule: {config.parallel.schedule} takes weight gradients apart, which is not planned yet; use "
-            "parallel.schedule=1f1b or interleaved_1f1b"
+            f"parallel.schedule: {config.parallel.schedule} takes weight gradients apart, and no plan covers that yet; "
+            "use parallel.schedule=1f1b or interleaved_1f1b"
         )
     ranks = tuple(rank_memory(layout, rank) for rank in range(config.parallel.pp))
     worst = max(rank.peak for rank in ranks)

@@ -30,8 +30,8 @@ def show(plan: Plan, mends: Sequence[Change] = (), console: Console | None = Non
         for name in ("kind", "whole tensors", "within the node", "between nodes", "seconds"):
             traffic.add_column(name, justify="left" if name == "kind" else "right")
         for flow in speed.flows:
-            numbers = (flow.whole / 1e9, flow.node / 1e9, flow.network / 1e9, flow.seconds)
-            traffic.add_row(flow.kind, *(f"{number:,.1f}" for number in numbers))
+            sizes = (flow.whole / 1e9, flow.node / 1e9, flow.network / 1e9, flow.seconds)
+            traffic.add_row(flow.kind, *(f"{size:,.1f}" for size in sizes))
         out.print(traffic)
     parts = ", ".join(f"{kind} {seconds:,.1f}" for kind, seconds in sorted(speed.by.items(), key=lambda x: -x[1]))
     out.print(f"step: {speed.step:,.1f} s, {plan.slots} micro-batches of {plan.config.batch.micro_batch} ({parts})")

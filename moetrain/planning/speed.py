@@ -2,7 +2,7 @@
 
 Matrix products at a share of the peak, everything else at the speed of memory (bytes that operators make, counted in
 the trace, written once and read once), links at their data sheet rates; what may overlap does, as far as there is
-compute to hide it; the pipeline's bubble by schedule (V3 paper, table 2). It orders layouts and says days, not percents.
+compute to hide it; the pipeline's bubble by schedule (V3 paper, table 2). It orders layouts and says days, not percent.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a piece of the model allocates and frees, learnt by running the real code without memory.
 
 The real model is built on the meta device with one block of each kind, and its loss goes forward and backward under the
-real ledger, once with fresh gradients and once with gradients that are there. A dispatch mode follows every storage from
-its making to its end. The run is cut where blocks, gates and experts begin and end (the places where FSDP2 gathers,
+real ledger, once with fresh gradients and once with gradients that are there. A dispatch mode follows every storage
+from its making to its end. The run is cut where blocks, gates and experts begin and end (that is where FSDP2 gathers,
 reshards and reduces), so a whole model, a pipeline stage or a sharded one is put together from the pieces
 (``moetrain.planning.memory``) without running it.
 
@@ -20,7 +20,6 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from einops import rearrange
 from torch import Tensor, UntypedStorage, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -108,6 +107,9 @@ class Pieces:
         return piece
 
 
+NO_BALANCE = Balance()
+
+
 @dataclass(frozen=True)
 class Kind:
     """All that an allocation depends on.
@@ -138,7 +140,7 @@ class Kind:
     recompute: str = "none"
     in_place: bool = True
     ep: int = 1
-    balance: Balance = Balance()
+    balance: Balance = NO_BALANCE
     imbalance: float = 1.0
     cast: bool = False
     documents: bool = False
@@ -295,7 +297,8 @@ class FusedAttention(SdpaAttention):
     def attend(self, heads: Heads, count: int, scale: float, document_ids: Tensor | None) -> Tensor:
         attention = torch.ops.aten._scaled_dot_product_efficient_attention
         y, *_ = attention(*heads, None, True, 0.0, True, scale=scale)
-        return rearrange(y, "b h t v -> b t (h v)")
+        out: Tensor = y.transpose(1, 2).flatten(2)
+        return out
 
 
 class _Local(LocalDispatcher):

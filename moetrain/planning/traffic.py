@@ -74,7 +74,7 @@ def _sum(flows: list[Flow]) -> list[Flow]:
 
 def traffic(layout: Layout, cluster: Cluster, rank: int = 0) -> list[Flow]:
     """Of a window, on pipeline rank ``rank``."""
-    config, p = layout.config, layout.config.parallel
+    p = layout.config.parallel
     stored, computed = (dtype.itemsize for dtype in layout.dtypes)
     K, ep = layout.slots, p.ep
     flows: list[Flow] = []
