@@ -23,7 +23,7 @@ V3 = ["engine=native", "parallel.world_size=null", "parallel.pp=16", "parallel.e
 
 
 def test_v3_fits_on_its_own_cluster_at_the_speed_of_its_report():
-    """arXiv 2412.19437: PP16, EP64, 2048 H800 with 80 GB (3.2); 14.8 trillion tokens in 2.664 million GPU hours (table 1)
+    """arXiv 2412.19437: PP16, EP64, 2048 H800 of 80 GB (3.2); 14.8 trillion tokens in 2.664 million GPU hours (table 1)
     are 1,543 tokens/s on each, with fused kernels. DualPipe recomputes parts of blocks (3.2.3), which torch's schedules
     with split backwards cannot: here it is 1F1B that recomputes them whole."""
     config = load_config(CONFIGS / "671B", [*V3, "parallel.recompute=full"])
