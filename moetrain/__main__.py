@@ -118,8 +118,66 @@ def _verify(arguments: Sequence[str]) -> None:
         sys.exit(1)
 
 
+def _plan(arguments: Sequence[str]) -> None:
+    """what a run needs, and whether it fits given GPUs"""
+    parser = _parser(
+        "plan",
+        "Memory, traffic, time and cost of a config on given GPUs, from the real code, without running it.\n"
+        "Exit code 0 if it fits, 1 if it does not.",
+        "examples:\n"
+        "  python -m moetrain plan --config configs/671B --gpus 8xH200\n"
+        "  python -m moetrain plan --config configs/16B --gpus 8xH100 engine=native --search\n"
+        "  python -m moetrain plan --config configs/16B --fewest H100 engine=native\n"
+        "  python -m moetrain plan --config configs/16B --gpus 8xH100 gpu.memory=94e9 gpu.price=1.9",
+    )
+    parser.add_argument("--config", required=True, metavar="PATH", help="YAML file or folder, as for train")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--gpus", metavar="8xH200", help="how many GPUs of which kind, in all or on each of --nodes")
+    what.add_argument("--fewest", metavar="KIND", help="the smallest number of these that the config fits on")
+    parser.add_argument("--nodes", type=int, metavar="N", help="as many nodes with --gpus each")
+    parser.add_argument("--json", action="store_true", help="everything as JSON")
+    parser.add_argument("--search", action="store_true", help="the fastest layouts for these GPUs and the global batch")
+    parser.add_argument("--fused", action="store_true", help="elementwise work at the cost of fused kernels")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="config keys, and gpu.KEY=NUMBER")
+    given = parser.parse_intermixed_args(arguments)
+    gpu, keys = {}, []
+    for text in given.overrides:
+        if text.startswith("gpu."):
+            key, _, value = text[4:].partition("=")
+            try:
+                gpu[key] = float(value)
+            except ValueError:
+                raise UserError(f"gpu.{key}: {value!r} is not a number") from None
+        else:
+            keys.append(text)
+    config = moetrain.load_config(Path(given.config), keys)
+
+    from moetrain.planning.hardware import cluster
+    from moetrain.planning.plan import changes, fewest, make_plan, search
+    from moetrain.planning.show import show, show_search
+
+    gpus = cluster(given.gpus or f"1x{given.fewest}", given.nodes, gpu)
+    if given.search:
+        show_search(*search(config, gpus))
+        return
+    plan = make_plan(config, gpus, fused=given.fused) if given.gpus else fewest(config, gpus)
+    if plan is None:
+        raise UserError(f"{given.config} does not fit on 8192 {given.fewest} either; try other keys, or --gpus for why")
+    mends = [] if plan.fits else changes(plan)
+    if given.json:
+        import json
+
+        fits = [{"keys": str(each), "gpus": str(each.plan.cluster), **each.plan.to_json()} for each in mends]
+        print(json.dumps(plan.to_json() | {"would_fit": fits}))
+    else:
+        show(plan, mends)
+    if not plan.fits:
+        sys.exit(1)
+
+
 _COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "train": _train,
+    "plan": _plan,
     "verify": _verify,
     "tokenize": _tokenize,
     "report": _report,

@@ -53,10 +53,10 @@ class AsTheyAre:
         return sent
 
 
-class _Sent(NamedTuple):
+class Sent(NamedTuple):
     """What is under way, and what ``receive`` and ``combine`` need, such as the places of each token's rows."""
 
-    trip: _Trip
+    trip: Trip
     x_RD: Tensor
     weight_N: Tensor
     sizes_G2: Tensor
@@ -82,7 +82,7 @@ class AllToAllDispatcher:
         self.wire = wire or AsTheyAre()
         self.count: Count = lambda kind, sent: None
 
-    def send(self, x_TD: Tensor, choice_TK: Tensor, weight_TK: Tensor) -> _Sent:
+    def send(self, x_TD: Tensor, choice_TK: Tensor, weight_TK: Tensor) -> Sent:
         T, K = choice_TK.shape
         rank_TK = choice_TK // self.local
         goes_TG = torch.zeros(T, self.ranks, dtype=torch.bool, device=x_TD.device).scatter_(1, rank_TK, True)
@@ -103,23 +103,23 @@ class AllToAllDispatcher:
         dist.all_to_all_single(sizes_in, sizes_out, group=self.group)
         rows_out, entries_out, rows_in, entries_in = torch.cat([sizes_out, sizes_in], dim=1).t().tolist()
 
-        trip = _Trip(self, (rows_in, rows_out), (entries_in, entries_out))
-        x_RD, weight_N = _Leave.apply(
+        trip = Trip(self, (rows_in, rows_out), (entries_in, entries_out))
+        x_RD, weight_N = Leave.apply(
             x_TD.index_select(0, token_R), weight_TK.flatten().index_select(0, order_N), entry_N2, trip
         )
         ranks_T = goes_TG.sum(dim=1)
-        return _Sent(trip, x_RD, weight_N, sizes_in, token_R.argsort(stable=True), ranks_T.cumsum(0) - ranks_T)
+        return Sent(trip, x_RD, weight_N, sizes_in, token_R.argsort(stable=True), ranks_T.cumsum(0) - ranks_T)
 
-    def receive(self, sent: _Sent) -> Routed:
-        x_RD, weight_N = _Arrive.apply(sent.x_RD, sent.weight_N, sent.trip)
+    def receive(self, sent: Sent) -> Routed:
+        x_RD, weight_N = Arrive.apply(sent.x_RD, sent.weight_N, sent.trip)
         expert_N, row_N = sent.trip.entry_N2.unbind(dim=1)
         del sent.trip.entry_N2
         rows_G, entries_G = sent.sizes_G2.unbind(dim=1)
         row_N = row_N + (rows_G.cumsum(0) - rows_G).repeat_interleave(entries_G, output_size=row_N.shape[0])
         return by_expert(x_RD, weight_N, expert_N, row_N, self.local)
 
-    def combine(self, y_RD: Tensor, sent: _Sent) -> Tensor:
-        y_RD = _Return.apply(y_RD, sent.trip)
+    def combine(self, y_RD: Tensor, sent: Sent) -> Tensor:
+        y_RD = Return.apply(y_RD, sent.trip)
         return F.embedding_bag(sent.position_R, y_RD, sent.offset_T, mode="sum")
 
 
@@ -139,7 +139,7 @@ def by_expert(x_RD: Tensor, weight_N: Tensor, expert_N: Tensor, row_N: Tensor, e
     )
 
 
-class _Trip:
+class Trip:
     """Rows, weights and places of one layer's forward on their way to experts, and the gradients' way back."""
 
     collective = "all_to_all_single"  # and the layer: for messages (moetrain.observe.stuck)
@@ -173,14 +173,14 @@ class _Trip:
         self._under_way.clear()
 
 
-class _Leave(torch.autograd.Function):
+class Leave(torch.autograd.Function):
     """Rows and weights leave; what autograd is given for them says only their shape.
 
-    Backward, their gradients are on the way since ``_Arrive``'s, and land.
+    Backward, their gradients are on the way since ``Arrive``'s, and land.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, weight_N: Tensor, entry_N2: Tensor, trip: _Trip) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x_RD: Tensor, weight_N: Tensor, entry_N2: Tensor, trip: Trip) -> tuple[Tensor, Tensor]:
         ctx.trip = trip
         rows = trip.start(trip.dispatcher.wire.encode(x_RD, gradient=False), trip.rows)
         trip.out = rows, trip.start(weight_N, trip.entries), trip.start(entry_N2, trip.entries)
@@ -195,11 +195,11 @@ class _Leave(torch.autograd.Function):
         return dx, dweight, None, None
 
 
-class _Arrive(torch.autograd.Function):
+class Arrive(torch.autograd.Function):
     """Rows and weights are here. Backward, their gradients leave, and autograd is given what has their shape."""
 
     @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, weight_N: Tensor, trip: _Trip) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x_RD: Tensor, weight_N: Tensor, trip: Trip) -> tuple[Tensor, Tensor]:
         ctx.trip = trip
         trip.land()
         rows, weights, trip.entry_N2 = trip.out
@@ -214,11 +214,11 @@ class _Arrive(torch.autograd.Function):
         return dx, dweight_N, None
 
 
-class _Return(torch.autograd.Function):
+class Return(torch.autograd.Function):
     """The experts' sums go back to their tokens; backward, the gradients travel as rows did."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, trip: _Trip) -> Tensor:
+    def forward(ctx: Any, y: Tensor, trip: Trip) -> Tensor:
         ctx.trip = trip
         out = trip.start(y, trip.rows, back=True)
         trip.land()

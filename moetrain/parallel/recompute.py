@@ -80,13 +80,13 @@ class _Kept:
             outputs = _Again.apply(made, _wants_gradient(inputs[0]), *inputs)
             for index, output in enumerate(outputs):
                 # held until the block is through, so that no other tensor gets its address meanwhile
-                self._runs[output.untyped_storage().data_ptr()] = (made, index, output.detach())
+                self._runs[output.untyped_storage()._cdata] = (made, index, output.detach())
             return outputs if made.several else outputs[0]
 
         return run
 
     def pack(self, x: Tensor) -> Tensor | _Place:
-        found = self._runs.get(x.untyped_storage().data_ptr())
+        found = self._runs.get(x.untyped_storage()._cdata)
         if found is None or found[2].dtype != x.dtype:
             return x
         return _Place(found[0], found[1], x.size(), x.stride(), int(x.storage_offset()))
@@ -148,7 +148,8 @@ class _Run:
         return self.made()[1][index]
 
     def forget(self) -> None:
-        self._made = None
+        """The inputs, too: the graph that leads here lives as long as anybody holds the loss or a stage's output."""
+        self._made, self.inputs = None, ()
 
 
 class _Again(torch.autograd.Function):

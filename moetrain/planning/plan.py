@@ -1,0 +1,254 @@
+"""The plan: what a config needs on given GPUs, how fast it is, whether it fits, and what would mend it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from moetrain.config import RunConfig
+from moetrain.errors import UserError
+from moetrain.model.flops import parameter_counts
+from moetrain.planning.hardware import GIB, Cluster
+from moetrain.planning.layout import Layout
+from moetrain.planning.memory import RankMemory, rank_memory
+from moetrain.planning.speed import Speed, speed
+
+#: of tensors, for the allocator's gaps, and bytes for CUDA's context, NCCL's buffers and libraries' workspaces: both
+#: are assumptions, as tests/gpu has not measured them yet
+GAPS, RESERVE = 0.04, 2 * GIB
+#: a rank's entries over the mean, at its fullest moment: auxiliary-loss-free balancing keeps the busiest expert within
+#: 4 % of the mean over all batches (MaxVio_global, arXiv 2408.15664), a single micro-batch less so; an assumption
+IMBALANCE = 1.1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``ranks``: memory of each pipeline rank; ``need`` and ``have`` bytes of the fullest GPU, margins included;
+    ``host_need`` and ``host_have`` of a node."""
+
+    name: str
+    cluster: Cluster
+    config: RunConfig
+    ranks: tuple[RankMemory, ...]
+    speed: Speed
+    slots: int
+    need: int
+    have: int
+    host_need: int
+    host_have: int
+
+    @property
+    def fits(self) -> bool:
+        return self.need <= self.have and self.host_need <= self.host_have
+
+    @property
+    def days(self) -> float:
+        """Of the config's budget."""
+        config = self.config
+        tokens = config.tokens or (config.steps or 0) * config.batch.global_batch * config.data.seq_len
+        return tokens / (self.speed.tokens * self.cluster.count) / 86400
+
+    @property
+    def cost(self) -> float:
+        return self.days * 24 * self.cluster.count * self.cluster.hardware.price
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "config": self.name,
+            "gpus": str(self.cluster),
+            "hardware": dataclasses.asdict(self.cluster.hardware),
+            "fits": self.fits,
+            "bytes": {"need": self.need, "have": self.have, "host_need": self.host_need, "host_have": self.host_have},
+            "ranks": [dataclasses.asdict(rank) for rank in self.ranks],
+            "micro_batches": self.slots,
+            "seconds": {"step": self.speed.step, **self.speed.by},
+            "tokens_per_second_per_gpu": self.speed.tokens,
+            "mfu": self.speed.mfu,
+            "traffic": [dataclasses.asdict(flow) for flow in self.speed.flows],
+            "days": self.days,
+            "dollars": self.cost,
+        }
+
+
+def make_plan(config: RunConfig, cluster: Cluster, *, imbalance: float = IMBALANCE, fused: bool = False) -> Plan:
+    """Raises UserError where the layout does not divide the GPUs, or cannot be planned."""
+    if config.precision == "fp8" and cluster.device == "cuda" and not cluster.hardware.fp8:
+        raise UserError(f"precision: fp8 needs GPUs that compute in FP8, which {cluster.hardware.name} do not")
+    layout = Layout(config, cluster.count, cluster.device, imbalance if config.parallel.ep > 1 else 1.0)
+    if layout.split:
+        raise UserError(
+            f"parallel.schedule: {config.parallel.schedule} takes weight gradients apart, and no plan covers that yet; "
+            "use parallel.schedule=1f1b or interleaved_1f1b"
+        )
+    ranks = tuple(rank_memory(layout, rank) for rank in range(config.parallel.pp))
+    worst = max(rank.peak for rank in ranks)
+    hw, on_gpu = cluster.hardware, cluster.device == "cuda"
+    host = max(rank.host for rank in ranks) * cluster.here
+    need = round(worst * (1 + GAPS)) + RESERVE if on_gpu else 0
+    return Plan(
+        name=config.name,
+        cluster=cluster,
+        config=config,
+        ranks=ranks,
+        speed=speed(layout, cluster, fused=fused),
+        slots=layout.slots,
+        need=need,
+        have=round(hw.memory) if on_gpu else 0,
+        host_need=host if on_gpu else worst * cluster.here,
+        host_have=round(hw.host_memory),
+    )
+
+
+# -- other layouts ----------------------------------------------------------------------------------------------------
+
+
+def changed(config: RunConfig, **keys: Any) -> RunConfig | None:
+    """``config`` with keys (``parallel__ep=8``) replaced; None where they do not go together."""
+    raw = config.model_dump()
+    for key, value in keys.items():
+        where = raw
+        *path, last = key.split("__")
+        for part in path:
+            where = where[part]
+        where[last] = value
+    try:
+        return RunConfig.model_validate(raw)
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True)
+class Change:
+    """Keys to set, more GPUs maybe, and the plan with them."""
+
+    keys: dict[str, Any]
+    plan: Plan
+
+    def __str__(self) -> str:
+        return " ".join(f"{key.replace('__', '.')}={_yaml(value)}" for key, value in self.keys.items())
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _single_changes(config: RunConfig, cluster: Cluster) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name of the lever, and the keys; cheap ones first."""
+    p, native = config.parallel, config.engine == "native"
+    for recompute in ("selective", "full"):
+        if p.recompute != recompute and p.recompute != "full":
+            yield "recompute", {"parallel__recompute": recompute}
+    size = config.batch.micro_batch // 2
+    while size:
+        yield "micro_batch", {"batch__micro_batch": size}
+        size //= 2
+    if config.optimizer.moments == "fp32":
+        yield "moments", {"optimizer__moments": "bf16"}
+    if p.reduce == "window":
+        yield "reduce", {"parallel__reduce": "micro_batch"}
+    if config.precision == "bf16" and cluster.hardware.fp8:
+        yield "precision", {"precision": "fp8"}
+    for ep in (2, 4, 8, 16, 32, 64):
+        if ep != p.ep and config.model.n_routed_experts % ep == 0 and cluster.count % (p.pp * ep) == 0:
+            yield "ep", {"parallel__ep": ep}
+    if native and not p.offload_states:
+        yield "offload_states", {"parallel__offload_states": True}
+    if not native:
+        yield "engine", {"engine": "native"}
+        yield "engine", {"engine": "native", "parallel__offload_states": True}
+
+
+def changes(plan: Plan, *, most: int = 3) -> list[Change]:
+    """The changes that make it fit, by the time they lose: one key, else two, else more GPUs."""
+    config, cluster = plan.config, plan.cluster
+    single = list(_single_changes(config, cluster))
+    found = [change for _, keys in single if (change := _fitting(config, cluster, keys))]
+    if len(found) < most:
+        for i, (lever, keys) in enumerate(single):
+            for other, more in single[i + 1 :]:
+                if other != lever and (change := _fitting(config, cluster, keys | more)):
+                    found.append(change)
+    found.sort(key=lambda change: (change.plan.speed.step, len(change.keys)))
+    if len(found) < most:
+        count = cluster.count * 2
+        while count <= 4096 and len(found) < most:
+            more_gpus = dataclasses.replace(cluster, count=count)
+            if change := _fitting(
+                config, more_gpus, {"parallel__recompute": "full"} if config.parallel.recompute == "none" else {}
+            ):
+                found.append(change)
+                break
+            count *= 2
+    return found[:most]
+
+
+def _fitting(config: RunConfig, cluster: Cluster, keys: dict[str, Any]) -> Change | None:
+    other = changed(config, **keys, parallel__world_size=None)
+    if other is None:
+        return None
+    try:
+        plan = make_plan(other, cluster)
+    except UserError:
+        return None
+    return Change(keys, plan) if plan.fits else None
+
+
+def search(config: RunConfig, cluster: Cluster) -> tuple[list[Change], list[tuple[str, str]]]:
+    """Layouts of the same global batch, the fastest first, and why the others lost."""
+    model, won, lost = config.model, [], []
+    base = {"engine": "native", "parallel__world_size": None, "parallel__dp_shard": -1, "parallel__dp_replicate": 1}
+    for pp in (1, 2, 4, 8, 16):
+        if pp > 1 and (cluster.count % pp or cluster.count < 16 or pp > model.num_hidden_layers):
+            continue
+        for ep in (1, 8, 16, 32, 64):
+            if model.n_routed_experts % ep or cluster.count % (pp * ep):
+                continue
+            for schedule in ("1f1b",) if pp == 1 else ("1f1b", "interleaved_1f1b"):
+                for size in (1, 2, 4):
+                    for recompute in ("none", "selective", "full"):
+                        for reduce in ("window", "micro_batch"):
+                            for offload in (False, True) if cluster.count <= 16 else (False,):
+                                keys = {
+                                    "parallel__pp": pp, "parallel__ep": ep, "parallel__schedule": schedule,
+                                    "batch__micro_batch": size, "parallel__recompute": recompute,
+                                    "parallel__reduce": reduce, "parallel__offload_states": offload,
+                                }  # fmt: skip
+                                other = changed(config, **base, **keys)
+                                if other is None:
+                                    continue
+                                try:
+                                    plan = make_plan(other, cluster)
+                                except UserError:
+                                    continue
+                                change = Change(keys, plan)
+                                if plan.fits:
+                                    won.append(change)
+                                else:
+                                    over = max(plan.need - plan.have, plan.host_need - plan.host_have)
+                                    lost.append((str(change), f"lacks {over / GIB:,.0f} GiB"))
+    won.sort(key=lambda change: change.plan.speed.step)
+    return won, lost
+
+
+def fewest(config: RunConfig, kind: Cluster) -> Plan | None:
+    """The smallest number of GPUs of this kind that ``config`` fits on as it is."""
+    other = changed(config, parallel__world_size=None)
+    count = config.parallel.pp * config.parallel.dp_replicate * config.parallel.ep
+    while other is not None and count <= 8192:
+        try:
+            plan = make_plan(other, dataclasses.replace(kind, count=count))
+            if plan.fits:
+                return plan
+        except UserError:
+            pass
+        count *= 2
+    return None
+
+
+def fp8_weight_bytes(config: RunConfig) -> int:
+    """All weights in E4M3 with one fp32 scale for 128 x 128, multi-token prediction included."""
+    counts = parameter_counts(config.model)
+    numbers = counts.total + counts.mtp
+    return numbers + numbers // (128 * 128) * 4

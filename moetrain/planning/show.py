@@ -1,0 +1,78 @@
+"""A plan as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from moetrain.planning.hardware import GIB
+from moetrain.planning.plan import GAPS, RESERVE, Change, Plan
+
+
+def show(plan: Plan, mends: Sequence[Change] = (), console: Console | None = None) -> None:
+    """Prints memory by pipeline rank, traffic, time and the verdict."""
+    out = console or Console(highlight=False, width=120)
+    kinds = list(dict.fromkeys(kind for rank in plan.ranks for kind in rank.by))
+    memory = Table(title=f"{plan.name} on {plan.cluster}: GiB at each rank's peak", box=box.SIMPLE)
+    memory.add_column("stage rank" if len(plan.ranks) > 1 else "rank", justify="right")
+    for name in (*kinds, "peak", "host"):
+        memory.add_column(name, justify="right")
+    for rank in plan.ranks:
+        numbers = [rank.by.get(kind, 0) for kind in kinds] + [rank.peak, rank.host]
+        memory.add_row(str(rank.rank), *(f"{number / GIB:.1f}" for number in numbers))
+    out.print(memory)
+    speed = plan.speed
+    if speed.flows:
+        traffic = Table(title="what a GPU sends in a window, GB", box=box.SIMPLE)
+        for name in ("kind", "whole tensors", "within the node", "between nodes", "seconds"):
+            traffic.add_column(name, justify="left" if name == "kind" else "right")
+        for flow in speed.flows:
+            sizes = (flow.whole / 1e9, flow.node / 1e9, flow.network / 1e9, flow.seconds)
+            traffic.add_row(flow.kind, *(f"{size:,.1f}" for size in sizes))
+        out.print(traffic)
+    parts = ", ".join(f"{kind} {seconds:,.1f}" for kind, seconds in sorted(speed.by.items(), key=lambda x: -x[1]))
+    out.print(f"step: {speed.step:,.1f} s, {plan.slots} micro-batches of {plan.config.batch.micro_batch} ({parts})")
+    out.print(f"{speed.tokens:,.0f} tokens/s on each GPU, MFU {100 * speed.mfu:.1f} %")
+    price = f", {plan.cost:,.0f} dollars at {plan.cluster.hardware.price:g} an hour" if plan.cost else ""
+    out.print(f"the whole run: {plan.days:,.0f} days{price}")
+    out.print(verdict(plan))
+    for change in mends:
+        gpus = "" if change.plan.cluster.count == plan.cluster.count else f" on {change.plan.cluster}"
+        slower = change.plan.speed.step / plan.speed.step - 1
+        keys = str(change) or "the same"
+        out.print(f"  fits: {keys}{gpus} ({change.plan.need / GIB:.0f} GiB, step {100 * slower:+.0f} %)")
+
+
+def verdict(plan: Plan) -> str:
+    """One sentence."""
+    margin = f"with {100 * GAPS:.0f} % for gaps and {RESERVE / GIB:.0f} GiB for CUDA and NCCL"
+    lacks = []
+    if plan.need > plan.have:
+        lacks.append(f"each GPU needs {plan.need / GIB:,.1f} GiB, {margin}, and has {plan.have / GIB:,.0f}")
+    if plan.host_need > plan.host_have:
+        lacks.append(
+            f"each node needs {plan.host_need / GIB:,.0f} GiB of host memory and has {plan.host_have / GIB:,.0f}"
+        )
+    if lacks:
+        return f"does not fit: {'; '.join(lacks)}"
+    if plan.have:
+        return f"fits: {plan.need / GIB:,.1f} of {plan.have / GIB:,.0f} GiB on each GPU, {margin}"
+    return f"fits: {plan.host_need / GIB:,.1f} of {plan.host_have / GIB:,.0f} GiB of host memory"
+
+
+def show_search(won: Sequence[Change], lost: Sequence[tuple[str, str]], console: Console | None = None) -> None:
+    """The best ten, and of the rest the five nearest to fitting."""
+    out = console or Console(highlight=False, width=160)
+    table = Table(title="layouts that fit, the fastest first", box=box.SIMPLE)
+    for name in ("step s", "tokens/s/GPU", "GiB", "keys"):
+        table.add_column(name, justify="left" if name == "keys" else "right", no_wrap=name != "keys")
+    for change in won[:10]:
+        speed = change.plan.speed
+        table.add_row(f"{speed.step:,.1f}", f"{speed.tokens:,.0f}", f"{change.plan.need / GIB:.0f}", str(change))
+    out.print(table)
+    out.print(f"{max(0, len(won) - 10)} more fit and are slower; {len(lost)} do not fit, such as")
+    for keys, why in sorted(lost, key=lambda pair: float(pair[1].split()[1].replace(",", "")))[:5]:
+        out.print(f"  {keys}: {why}")

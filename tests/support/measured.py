@@ -1,0 +1,86 @@
+"""The peak of tensor bytes in a real run, rank by rank."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moetrain.accumulate import MoEAccumulator, Window
+from moetrain.config.run import RunConfig
+from moetrain.engine import NativeEngine
+from moetrain.model import DeepSeekLoss
+from moetrain.parallel import ep
+from moetrain.parallel.plan import needs_group
+from moetrain.parallel.ranks import Ranks, meshes
+from moetrain.planning.layout import Layout
+from moetrain.planning.tensors import TensorMemory, training_kinds
+from tests.support.processes import run_plain
+
+STEPS = 3  # the first makes moments and buffers, the others are alike
+
+
+def measured(config: RunConfig, world: int, timeout: float = 240) -> list[dict[str, Any]]:
+    """Of each rank: ``peak`` bytes of the later steps, and ``shares``: entries its experts got over the mean, by
+    forward and unit of the model."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run_plain(_on_rank, world, config, folder, timeout=timeout)
+
+
+def _on_rank(rank: int, world: int, config: RunConfig, folder: str) -> dict[str, Any]:
+    p, alone = config.parallel, needs_group(config.precision, config.parallel)
+    spread: Any = (None,)
+    if world > 1 or alone:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+        spread = meshes("cpu", world, dp_replicate=p.dp_replicate, ep=p.ep, pp=p.pp, need_group=alone)
+    ranks = Ranks(rank, world, torch.device("cpu"), *spread)
+    layout = Layout(config, world, "cpu")
+    loss = DeepSeekLoss(config.model)
+    engine = NativeEngine(config, ranks, loss)
+    accumulator = MoEAccumulator(
+        engine.model,
+        engine.optimizer,
+        loss=loss,
+        balance=layout.balance,
+        max_norm=1.0,
+        groups=ranks.groups,
+        window_order="counting_pass" if layout.counting_pass else "forwards_first",
+        device=ranks.device,
+        pipeline=engine.pipeline,
+        owner=engine.owner,
+    )
+    shares: dict[str, list[float]] = {}
+
+    class Watched(ep.Trip):
+        def __init__(self, dispatcher: Any, rows: Any, entries: Any) -> None:
+            super().__init__(dispatcher, rows, entries)
+            shares.setdefault(dispatcher.layer, []).append(sum(entries[0]) / max(1, sum(entries[1])))
+
+    ep.Trip = Watched  # type: ignore[misc]
+    memory = TensorMemory(training_kinds(engine.model, engine.optimizer))
+    torch.manual_seed(ranks.data_rank)
+    count = -(-config.batch.global_batch // ranks.data_world)
+    size = min(config.batch.micro_batch, count)
+    slots = -(-count // size)
+    with memory:
+        memory.kinds = {}  # what was there before has been counted
+        for step in range(STEPS):
+            rows = torch.randint(0, config.model.vocab_size, (slots * size, config.data.seq_len))
+            window = Window({"input_ids": ids.clone(), "labels": ids.clone()} for ids in rows.split(size))
+            del rows
+            if step == 1:
+                memory.reset_peak()
+                shares.clear()
+            accumulator.step(window)
+            del window
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return {"peak": memory.peak, "shares": _by_slot(shares, again=p.recompute == "full")}
+
+
+def _by_slot(shares: dict[str, list[float]], *, again: bool) -> list[dict[str, float]]:
+    """Of each forward, by unit; a block that runs again sends again, right after."""
+    each = {".".join(name.split(".")[:2]): found[:: 2 if again else 1] for name, found in shares.items()}
+    return [dict(zip(each, slot, strict=True)) for slot in zip(*each.values(), strict=False)] or [{}]
