@@ -118,8 +118,8 @@ _KEPT = "parameters, gradients and AdamW states"
 def rank_states(config: RunConfig, ranks: int) -> States:
     """Bytes that one of ``ranks`` ranks keeps on the device and on the host.
 
-    native: everything sharded over the data ranks, in the master format (fp32, or float64). deepspeed below
-    fp32: 16-bit weights and gradients, an fp32 master beside the moments; the ZeRO stage tells what shards.
+    native: everything sharded over the data ranks, in the master format (fp32, or float64). deepspeed: weights in
+    what is computed in, gradients in fp32, an fp32 master beside the moments; the ZeRO stage tells what shards.
     """
     with torch.device("meta"):  # the real model, without its memory
         parameters = sum(each.numel() for each in DeepSeek(config.model).parameters())
@@ -130,12 +130,11 @@ def rank_states(config: RunConfig, ranks: int) -> States:
     if config.engine == "deepspeed":
         zero = config.deepspeed.zero_stage
         weights_on, optimizer_on = config.deepspeed.offload_parameters, config.deepspeed.offload_optimizer
-        if config.precision in ("bf16", "fp16", "fp8"):
-            weights, optimizer = 2, moments + master
+        weights, optimizer = 2 if config.precision in ("bf16", "fp16", "fp8") else 4, moments + master
     shards = max(1, ranks // config.parallel.dp_replicate)
     parts = (  # bytes a parameter, the ZeRO stage that shards them, where they are kept
         (weights, 3, weights_on),
-        (weights, 2, optimizer_on),  # gradients lie with the optimizer
+        (master, 2, optimizer_on),  # gradients lie with the optimizer
         (optimizer, 1, optimizer_on),
     )
     held = {"none": 0, "cpu": 0, "nvme": 0}

@@ -15,7 +15,7 @@ from torch.autograd import ProfilerConfig, ProfilerState, _disable_profiler_lega
 from moetrain.accumulate import MoEAccumulator, Window
 from moetrain.config.run import ParallelConfig
 from moetrain.model import DeepSeekLoss
-from moetrain.optim import build_adamw
+from moetrain.optim import build_adamw, parameter_groups
 from moetrain.parallel.plan import spread
 from moetrain.parallel.ranks import Ranks, meshes
 from moetrain.planning.tensors import TensorMemory, training_kinds
@@ -158,7 +158,7 @@ def peaks_on_rank(rank, world, recompute, fsdp=True, profiled=False):
     m = model(WIDER, dtype=torch.float32)
     mesh = meshes("cpu", world) if fsdp else (None, None, None)
     spread(m, ParallelConfig(recompute=recompute), "fp32", Ranks(rank, world, torch.device("cpu"), *mesh))
-    optimizer, _ = build_adamw(m, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    optimizer, _ = build_adamw(parameter_groups(m, 0.1), lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
     accumulator = MoEAccumulator(m, optimizer, loss=DeepSeekLoss(WIDER), balance=every_loss(WIDER, "window"))
     found = []
     for _ in range(2):
@@ -170,10 +170,23 @@ def peaks_on_rank(rank, world, recompute, fsdp=True, profiled=False):
     return found
 
 
+def agreeing(measure):
+    """What was measured, once both records agree: on a busy machine the profiler loses events, and then says less."""
+    for _ in range(4):
+        found = measure()
+        if all(counted == pytest.approx(by_profiler, rel=1e-3) for counted, by_profiler, _ in found):
+            return found
+        assert all(
+            counted > by_profiler
+            for counted, by_profiler, _ in found
+            if counted != pytest.approx(by_profiler, rel=1e-3)
+        )
+    raise AssertionError(f"never the allocator's: {[(counted, by_profiler) for counted, by_profiler, _ in found]}")
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_steps_peak_is_the_allocators(recompute):
-    for counted, by_profiler, _ in peaks_on_rank(0, 1, recompute, fsdp=False, profiled=True):
-        assert counted == pytest.approx(by_profiler, rel=1e-3)
+    agreeing(lambda: peaks_on_rank(0, 1, recompute, fsdp=False, profiled=True))
 
 
 @pytest.mark.dist
@@ -183,11 +196,10 @@ def test_a_steps_peak_is_the_allocators_where_weights_are_gathered_and_freed(rec
     changes from run to run."""
     dist.init_process_group("fake", rank=0, world_size=2)
     try:
-        alone = peaks_on_rank(0, 2, recompute, profiled=True)
+        alone = agreeing(lambda: peaks_on_rank(0, 2, recompute, profiled=True))
     finally:
         dist.destroy_process_group()
-    for counted, by_profiler, by_kind in alone:
-        assert counted == pytest.approx(by_profiler, rel=1e-3)
+    for *_, by_kind in alone:
         assert by_kind["gathered"] > 0 and by_kind["unsharded"] > 0
     for rank in run_ranks(peaks_on_rank, 2, recompute):
         assert [counted for counted, _, _ in rank] == [counted for counted, _, _ in alone]
