@@ -1,7 +1,7 @@
 """The command line: ``python -m moetrain COMMAND ...``.
 
 It answers help, versions and mistakes without importing torch. A mistake ends in one sentence on stderr and
-exit code 2; under torchrun every rank exits, but only the first one speaks.
+exit code 2; of several processes every one exits, and those whose mistake nobody else has made speak.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import difflib
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -207,25 +208,48 @@ def _run(arguments: list[str]) -> None:
     parser.parse_args([first])
 
 
+#: seconds in which the launcher ends a process whose mistake the first one of its node has made, too, and told
+PATIENCE = 2.0
+
+
+def _say(error: Exception) -> None:
+    rank = os.environ.get("RANK", "0")
+    if os.environ.get("LOCAL_RANK", rank) != "0":
+        time.sleep(PATIENCE)
+    print(f"moetrain: {'' if rank == '0' else f'rank {rank}: '}{error}", file=sys.stderr)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code: 0, 2 for a mistake in what was given, 1 when ranks lost each other,
     130 when interrupted."""
-    speaks = os.environ.get("RANK", "0") == "0"
     try:
         _run(list(sys.argv[1:] if arguments is None else arguments))
     except UserError as error:
-        if speaks:
-            print(f"moetrain: {error}", file=sys.stderr)
+        _say(error)
         return 2
     except LostRankError as error:
         print(f"moetrain: {error}", file=sys.stderr)  # every rank: each says where it was
         return 1
     except KeyboardInterrupt:
-        if speaks:
+        if os.environ.get("RANK", "0") == "0":
             print("moetrain: interrupted", file=sys.stderr)
         return 130
     return 0
 
 
+def _main() -> NoReturn:
+    """``main`` as a process: one of several that ends with an error ends at once, whoever waits for it in a thread."""
+    try:
+        code = main()
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _main()

@@ -79,10 +79,13 @@ def train(config: RunConfig, path: Path | None = None) -> Result:
     ) as ranks:
         if ranks.device.type == "cpu":
             reuse_host_memory()
-        return _train(config, ranks)
+        # one process waits for nobody, however long its steps take
+        patience = 0.8 * config.parallel.timeout_s if ranks.world > 1 else math.inf
+        with stuck.Watch(ranks.rank, patience, ranks.ended) as watch:
+            return _train(config, ranks, watch)
 
 
-def _train(config: RunConfig, ranks: Ranks) -> Result:
+def _train(config: RunConfig, ranks: Ranks, watch: stuck.Watch) -> Result:
     data = build_data(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
     load = None if config.init_from is None else partial(_load, config.init_from, ranks.device)
     loss = DeepSeekLoss(config.model)
@@ -91,6 +94,7 @@ def _train(config: RunConfig, ranks: Ranks) -> Result:
         if config.engine == "deepspeed"
         else NativeEngine(config, ranks, loss, load=load)
     )
+    watch.model = engine.model
     sizes = batch_sizes(config)
     budget, total_tokens = budget_of(config, sizes)
     learning_rate = LearningRate(
@@ -158,16 +162,13 @@ def _train(config: RunConfig, ranks: Ranks) -> Result:
             confirmed=lambda: log.note(said),
         )
 
-    # one process waits for nobody, however long its steps take
-    patience = 0.8 * config.parallel.timeout_s if ranks.world > 1 else math.inf
-    watch = stuck.Watch(engine.model, ranks.rank, patience)
     log = RunLog(
         config.run_dir,
         rank=ranks.rank,
         total_steps=budget.expected_steps,
         tensorboard=config.log.tensorboard == "auto",
     )
-    with watch, log:
+    with log:
         log.resume_at(progress.step)
         log.start(_facts(config, budget, ranks, engine, data), step=progress.step, tokens=progress.tokens)
         for sentence in damaged:

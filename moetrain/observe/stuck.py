@@ -6,11 +6,13 @@ collective is its innermost function of torch.distributed, and the layer is the 
 
 from __future__ import annotations
 
+import math
+import os
 import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import nn
 
 from moetrain.errors import LostRankError
 
+GRACE = 5.0  # longer than a rank waits before it speaks (moetrain.__main__)
 #: what torch and gloo say when ranks lose each other
 LOST = re.compile(r"tim(ed|e) ?out|connection (closed|reset|refused)|broken pipe|peer|gloo|nccl", re.IGNORECASE)
 WRAPPERS = {"wrapper", "wait", "_batch_p2p", "inner", "decorate_context"}
@@ -27,18 +30,23 @@ BETTER_KNOWN_AS = {"_wait_batch_p2p": "batch_isend_irecv"}  # of pipeline stages
 class Watch:
     """Says on stderr where this rank has been for long, before torch ends it; NCCL ends it without an exception.
 
-    A context manager around training; an error that ranks who lost each other cause leaves it as a ``LostRankError``
-    that says where this rank waited.
+    A context manager around a run; an error that ranks who lost each other cause leaves it as a ``LostRankError`` that
+    says where this rank waited. Where another rank has said that it ended, and this one still waits for it ``GRACE``
+    seconds later (no signal reaches Python there), it ends the process.
 
     Args:
-        model: its modules' names.
         rank: this process.
         seconds: how long no step may take.
+        ended: which rank has ended and why; empty while all are there.
+
+    Attributes:
+        model: its modules' names are places; None before it is there.
     """
 
-    def __init__(self, model: nn.Module, rank: int, seconds: float) -> None:
-        self.model, self.rank, self.seconds = model, rank, seconds
-        self._beat, self._step, self._said = time.monotonic(), 0, False
+    def __init__(self, rank: int, seconds: float, ended: Callable[[], str] = str) -> None:
+        self.rank, self.seconds, self.ended = rank, seconds, ended
+        self.model: nn.Module | None = None
+        self._beat, self._step, self._said = math.inf, 0, False
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
 
@@ -48,13 +56,16 @@ class Watch:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._end.set()
-        if error is not None and lost(error):
-            said = str(_chain(error)[-1]).strip().splitlines()
-            raise LostRankError(
-                f"rank {self.rank} lost another one during {where(error, self.model)}, after step {self._step} "
-                f"({said[-1] if said else type(error).__name__}); "
-                "started again, the run goes on from its last checkpoint"
-            ) from error
+        if error is None or not lost(error):
+            return
+        if because := self.ended():
+            raise LostRankError(f"rank {self.rank} ends, since {because}") from error
+        said = str(_chain(error)[-1]).strip().splitlines()
+        raise LostRankError(
+            f"rank {self.rank} lost another one during {where(error, self.model)}, after step {self._step} "
+            f"({said[-1] if said else type(error).__name__}); "
+            "started again, the run goes on from its last checkpoint"
+        ) from error
 
     def beat(self, step: int) -> None:
         """The run is between two windows, and all is well."""
@@ -62,14 +73,21 @@ class Watch:
 
     def _look(self) -> None:
         while not self._end.wait(min(1.0, self.seconds / 10)):
+            if because := self.ended():
+                if not self._end.wait(GRACE):
+                    _say(f"rank {self.rank} ends, since {because}")
+                    os._exit(1)
+                return
             if not self._said and time.monotonic() - self._beat > self.seconds:
                 self._said = True
-                print(
-                    f"moetrain: rank {self.rank} has been in {where_now(self.model)} for long: {self.seconds:.0f} s "
-                    f"since step {self._step}",
-                    file=sys.stderr,
-                    flush=True,
+                _say(
+                    f"rank {self.rank} has been in {where_now(self.model)} for long: {self.seconds:.0f} s "
+                    f"since step {self._step}"
                 )
+
+
+def _say(sentence: str) -> None:
+    print(f"moetrain: {sentence}", file=sys.stderr, flush=True)
 
 
 def lost(error: BaseException) -> bool:
@@ -77,13 +95,13 @@ def lost(error: BaseException) -> bool:
     return any(isinstance(e, RuntimeError) and LOST.search(str(e)) for e in _chain(error))
 
 
-def where(error: BaseException, model: nn.Module) -> str:
+def where(error: BaseException, model: nn.Module | None) -> str:
     """``all_to_all_single in layers.3.mlp``, from an error's stack."""
     frames = [frame for e in _chain(error) for frame in _frames(e.__traceback__)]
     return _describe(frames[::-1], model)
 
 
-def where_now(model: nn.Module) -> str:
+def where_now(model: nn.Module | None) -> str:
     """The same of the main thread as it is, for another thread that watches it."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = []
@@ -109,8 +127,8 @@ def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
         traceback = traceback.tb_next
 
 
-def _describe(inner_first: list[FrameType], model: nn.Module) -> str:
-    names = {id(module): name for name, module in model.named_modules()}
+def _describe(inner_first: list[FrameType], model: nn.Module | None) -> str:
+    names = {} if model is None else {id(module): name for name, module in model.named_modules()}
     collective = layer = ""
     for frame in inner_first:
         package = str(frame.f_globals.get("__name__", ""))

@@ -7,8 +7,8 @@ gloo on CPU and NCCL on GPUs; the choice is made here once.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -18,7 +18,35 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from moetrain.errors import UserError
+from moetrain.errors import LostRankError, UserError
+
+
+class Farewell:
+    """What a rank that ends with an error leaves in the ranks' store, for those that would wait for it in vain.
+
+    On a connection of its own, since a store answers one question at a time, and some are long.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store: Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+        self._key = f"ended in start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+    def say(self, rank: int, error: BaseException) -> None:
+        """The first one stays: the others end because of it."""
+        while error.__cause__ is not None and not isinstance(error, UserError):
+            error = error.__cause__  # pipeline stages wrap what was raised in them
+        text = str(error).strip().splitlines()
+        said = f"rank {rank} ended with {type(error).__name__}{': ' if text else ''}{text[0] if text else ''}"
+        with suppress(RuntimeError):  # who keeps the store may be gone
+            self._store.compare_set(self._key, "", said)
+
+    def heard(self) -> str:
+        """Which rank ended, and why; empty while all are there. May be asked by any thread."""
+        try:
+            said: bytes = self._store.get(self._key) if self._store.check([self._key]) else b""
+        except RuntimeError:
+            return "the process that keeps the ranks' store is gone"
+        return said.decode()
 
 
 @dataclass(frozen=True)
@@ -34,6 +62,7 @@ class Ranks:
             ranks of an ``edp`` group hold the same ones. None where every rank has all experts.
         pipe: the pipeline mesh, one dimension: ranks with the same tokens and other parts of the model. None where
             every rank has the whole model.
+        ended: which rank has ended with an error, and why; empty while all are there.
     """
 
     rank: int
@@ -42,6 +71,7 @@ class Ranks:
     mesh: DeviceMesh | None
     expert_mesh: DeviceMesh | None = None
     pipe: DeviceMesh | None = None
+    ended: Callable[[], str] = str
 
     @property
     def pp(self) -> int:
@@ -105,6 +135,9 @@ def started(
 ) -> Iterator[Ranks]:
     """Joins the run's processes and leaves them at the end.
 
+    After an error one of several does not leave, since that waits for what others may never send: it tells them why,
+    and has to end.
+
     Args:
         device: ``auto``, ``cpu`` or ``cuda``.
         need_group: make a process group of one also for a single process.
@@ -122,15 +155,20 @@ def started(
         yield Ranks(rank=0, world=1, device=where, mesh=None)
         return
     backend = "nccl" if where.type == "cuda" else "gloo"
-    if world == 1 and "MASTER_ADDR" not in os.environ:
-        dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
-    else:
-        dist.init_process_group(backend, timeout=timeout, store=_own_store(timeout), rank=rank, world_size=world)
+    alone = world == 1 and "MASTER_ADDR" not in os.environ
+    store = HashStore() if alone else _own_store(timeout)
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
+    farewell = None if world == 1 else Farewell(store)
     try:
         spread = meshes(where.type, world, dp_replicate=dp_replicate, ep=ep, pp=pp, need_group=need_group)
-        yield Ranks(rank, world, where, *spread)
-    finally:
-        dist.destroy_process_group()
+        yield Ranks(rank, world, where, *spread, ended=str if farewell is None else farewell.heard)
+    except BaseException as error:
+        if farewell is None:
+            dist.destroy_process_group()
+        elif not isinstance(error, LostRankError):  # those say where they waited, each for itself
+            farewell.say(rank, error)
+        raise
+    dist.destroy_process_group()
 
 
 def _own_store(timeout: timedelta) -> Store:

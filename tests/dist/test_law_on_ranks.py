@@ -22,7 +22,7 @@ from moetrain.parallel.plan import spread
 from moetrain.parallel.ranks import Ranks
 from moetrain.parallel.recompute import recompute_in_backward
 from tests.support.processes import run_ranks
-from tests.support.small import FAMILIES, V3, difference, every_loss, full, model, rank_window, rows, same_report, sgd, state
+from tests.support.small import FAMILIES, V3, difference, every_loss, full, gradients_of, model, rank_window, rows, same_report, sgd, state
 
 pytestmark = pytest.mark.dist
 STEPS = 3
@@ -34,7 +34,8 @@ def one_process(family, scope):
     config = FAMILIES[family]
     m = model(config)
     accumulator = sgd(m, config, every_loss(config, scope))
-    return [accumulator.step(rank_window(0, 1)) for _ in range(STEPS)], state(m)
+    gradients = gradients_of(accumulator)
+    return [accumulator.step(rank_window(0, 1)) for _ in range(STEPS)], gradients, state(m)
 
 
 def on_rank(rank, world, family, scope, wrapper, recompute, reshard, reduce, **kwargs):
@@ -50,8 +51,20 @@ def on_rank(rank, world, family, scope, wrapper, recompute, reshard, reduce, **k
     elif wrapper == "fsdp":
         spread(m, ParallelConfig(recompute=recompute, reshard_after_forward=reshard, reduce=reduce), "float64", ranks)
     accumulator = sgd(wrapped, config, every_loss(config, scope), reduce=reduce, **kwargs)
+    gradients = gradients_of(accumulator)
     reports = [accumulator.step(rank_window(rank, world)) for _ in range(STEPS)]
-    return reports, state(m)
+    return reports, gradients, state(m)
+
+
+def the_same(results, family, scope):
+    """Reports, every gradient before it is clipped, and parameters of all ranks are those of one process."""
+    reports, gradients, parameters = one_process(family, scope)
+    for got, got_gradients, got_parameters in results:
+        for a, b in zip(got, reports, strict=True):
+            same_report(a, b, BOUND)
+        for a, b in zip(got_gradients, gradients, strict=True):
+            assert difference(a, b) < BOUND
+        assert difference(got_parameters, parameters) < BOUND
 
 
 LAYOUTS = [
@@ -74,13 +87,9 @@ LAYOUTS = [
 )
 def test_ranks_change_nothing(family, scope, layout):
     wrapper, world, recompute, reshard, reduce = layout
-    reports, parameters = one_process(family, scope)
     results = run_ranks(on_rank, world, family, scope, wrapper, recompute, reshard, reduce)
-    for got, got_parameters in results:
-        for a, b in zip(got, reports, strict=True):
-            same_report(a, b, BOUND)
-        assert difference(got_parameters, parameters) < BOUND
-    biases = [{k: v for k, v in p.items() if k.endswith("correction_bias")} for _, p in results]
+    the_same(results, family, scope)
+    biases = [{k: v for k, v in p.items() if k.endswith("correction_bias")} for *_, p in results]
     assert all(difference(b, biases[0]) == 0.0 for b in biases if b), "the bias must be bit-equal on all ranks"
 
 
@@ -120,11 +129,7 @@ def counting_on_rank(rank, world, wrapper, recompute):
     ("wrapper", "world", "recompute"), [("plain", 2, "none"), ("ddp", 2, "none"), ("fsdp", 2, "none"), ("fsdp", 4, "full")]
 )
 def test_a_counting_pass_changes_nothing_on_ranks(wrapper, world, recompute):
-    reports, parameters = one_process("V3", "window")
-    for got, got_parameters in run_ranks(counting_on_rank, world, wrapper, recompute):
-        for a, b in zip(got, reports, strict=True):
-            same_report(a, b, BOUND)
-        assert difference(got_parameters, parameters) < BOUND
+    the_same(run_ranks(counting_on_rank, world, wrapper, recompute), "V3", "window")
 
 
 def half_on_rank(rank, world, wrapper):

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
+import os
+import signal
+import socket
+import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +19,7 @@ from moetrain.accumulate import Balance
 from moetrain.config.run import ParallelConfig
 from moetrain.observe import stuck
 from moetrain.parallel.plan import spread
-from moetrain.parallel.ranks import Ranks, meshes
+from moetrain.parallel.ranks import Ranks, meshes, started
 from tests.support.processes import run_plain
 from tests.support.small import V3, model, rank_window, sgd
 
@@ -37,7 +43,8 @@ def waits(rank, world, folder, ep, layer, backward):
             place.register_full_backward_pre_hook(sleep)
         else:
             place.register_forward_pre_hook(sleep)
-    watch = stuck.Watch(m, rank, 100.0)
+    watch = stuck.Watch(rank, 100.0)
+    watch.model = m
     try:
         with watch:
             watch.beat(7)
@@ -59,6 +66,42 @@ def test_the_rank_that_waits_names_collective_and_layer(tmp_path, ep, backward, 
     assert "after step 7 (" in said and "goes on from its last checkpoint" in said
 
 
+def waits_for_one_that_ended(rank, port, said):
+    """Rank 1 has an error and its process stays; rank 0 is in a collective, where no signal reaches Python."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.dup2(os.open(f"{said}.{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    stuck.GRACE = 0.5
+    try:
+        with started("cpu") as ranks, stuck.Watch(rank, 100.0, ranks.ended):
+            if rank == 1:
+                raise ValueError("somebody's loader")
+            signal.signal(signal.SIGTERM, lambda *_: None)
+            dist.all_reduce(torch.zeros(1))
+    finally:
+        time.sleep(60)
+
+
+def test_a_rank_whose_peer_has_an_error_does_not_wait_for_it(tmp_path):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    context = mp.get_context("fork")
+    ranks = [
+        context.Process(target=waits_for_one_that_ended, args=(r, port, tmp_path / "said"), daemon=True)
+        for r in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    ranks[0].join(20)
+    assert ranks[0].exitcode == 1 and ranks[1].is_alive()
+    for process in ranks:
+        process.kill()
+        process.join()
+    said = Path(tmp_path / "said.0").read_text()
+    assert said == "moetrain: rank 0 ends, since rank 1 ended with ValueError: somebody's loader\n"
+
+
 def test_an_error_of_another_kind_is_left_alone():
-    with pytest.raises(RuntimeError, match="^a shape does not fit$"), stuck.Watch(model(), 0, 100.0):
+    with pytest.raises(RuntimeError, match="^a shape does not fit$"), stuck.Watch(0, 100.0):
         raise RuntimeError("a shape does not fit")

@@ -58,9 +58,9 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(arguments: list[str], fragmen
     assert fragment in run.stderr
 
 
-def test_only_the_first_rank_speaks() -> None:
+def test_a_rank_whose_mistake_nobody_else_has_made_says_which_one_it_is() -> None:
     run = moetrain("--config", "nowhere", RANK="1", WORLD_SIZE="2")
-    assert (run.returncode, run.stdout, run.stderr) == (2, "", "")
+    assert (run.returncode, run.stdout) == (2, "") and run.stderr.startswith("moetrain: rank 1: ")
 
 
 def test_the_full_model_is_refused_at_once_where_it_cannot_run() -> None:

@@ -9,6 +9,7 @@ import multiprocessing as mp
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,7 +24,7 @@ import moetrain
 import tests.support.zero  # noqa: F401 - before ranks are forked
 from moetrain.checkpoint import CheckpointFolder
 from moetrain.errors import LostRankError
-from tests.support.runs import ROOT, environment, losses, overrides, run_config
+from tests.support.runs import ROOT, corpus, environment, losses, overrides, run_config
 
 pytestmark = pytest.mark.dist
 STEPS = 12
@@ -39,6 +40,10 @@ LAYOUTS = {
         ("engine=deepspeed", "deepspeed.offload_optimizer=cpu", "deepspeed.offload_parameters=cpu"),
     ),
 }
+
+
+def slow(*values):
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def rank_main(rank, world, config, port, said):
@@ -165,6 +170,61 @@ def test_a_collective_that_waits_too_long_names_rank_collective_and_place(tmp_pa
     text = Path(f"{said}.0").read_text()
     assert re.search(rf"rank 0 has been in \w+ in {PLACE}.* for long: 3 s since step \d+", text), text
     assert re.search(rf"rank 0 lost another one during \w+ in {PLACE}.*, after step \d+ \(", text), text
+
+
+#: the command line, with somebody's exception in a window of rank 1, while tokens are on their way
+FAILING = """
+import os, sys
+from moetrain.__main__ import _main
+from moetrain.model.layers import MLP
+calls, forward = [], MLP.forward
+
+def fails(self, *args, **kwargs):
+    calls.append(1)
+    if os.environ["RANK"] == "1" and len(calls) == 40:
+        raise KeyError("somebody's hook")
+    return forward(self, *args, **kwargs)
+
+MLP.forward = fails
+_main()
+"""
+
+
+def launched(folder, script, *arguments):
+    """torchrun on two processes, each with its own $RANK in its command line. Returns exit code, text, seconds."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    command += ["--master_port", str(29200 + os.getpid() % 140), "--no-python", "bash", "-c"]
+    config = ["--config", str(ROOT / "configs" / "671B" / "smoke.yaml"), *overrides("671B", folder, "steps=2000")]
+    started = time.monotonic()
+    run = subprocess.run(
+        [*command, f"exec {sys.executable} {script} {' '.join([*config, *arguments])}"],
+        env=environment(), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60,
+    )  # fmt: skip
+    return run.returncode, run.stdout, time.monotonic() - started
+
+
+def test_a_data_file_that_one_rank_alone_lacks_ends_the_run_with_its_sentence(tmp_path):
+    shutil.copytree(corpus(tmp_path), tmp_path / "rank0")
+    code, said, seconds = launched(tmp_path, "-m moetrain", f"data.source={tmp_path}/rank$RANK")
+    assert code != 0 and seconds < 30
+    mine = f"data.source {tmp_path}/rank1 does not exist"
+    assert f"moetrain: rank 1: {mine}" in said, said
+    assert f"moetrain: rank 0 ends, since rank 1 ended with UserError: {mine}" in said, said
+    assert said.index(mine) < said.index("Root Cause") and "[rank0]" not in said  # nobody else's traceback hides it
+
+
+def test_a_mistake_of_every_rank_is_said_once(tmp_path):
+    code, said, _ = launched(tmp_path, "-m moetrain", "data.source=nowhere")
+    assert code != 0 and said.count("data.source nowhere does not exist") == 1 and said.count("moetrain: ") == 1, said
+
+
+@pytest.mark.parametrize("layout", ["parallel.ep=2", *slow("parallel.pp=2", "parallel.ep=1")])
+def test_an_exception_in_one_ranks_window_ends_the_others_within_seconds(tmp_path, layout):
+    (tmp_path / "failing.py").write_text(FAILING)
+    code, said, seconds = launched(tmp_path, tmp_path / "failing.py", layout)
+    assert code != 0 and seconds < 30
+    assert '[rank1]: KeyError: "somebody\'s hook"' in said, said
+    assert 'moetrain: rank 0 ends, since rank 1 ended with KeyError: "somebody\'s hook"' in said, said
 
 
 @pytest.mark.timeout(200)

@@ -98,6 +98,15 @@ SPREAD: dict[int, list[list[tuple[int, int] | None]]] = {
     1: [[(0, 6)]],
     2: [[(0, 1), (1, 2), (2, 3)], [(3, 5), (5, 6), None]],
     4: [[(0, 1), (1, 2)], [(2, 4), None], [(4, 5), (5, 6)], [None, None]],
+    8: [
+        [(0, 1), None],
+        [(1, 2), (2, 3)],
+        [None, None],
+        [(3, 4), None],
+        [None, (4, 5)],
+        [(5, 6), None],
+        *[[None] * 2] * 2,
+    ],
 }
 
 
@@ -139,6 +148,20 @@ def state(m: torch.nn.Module) -> dict[str, Tensor]:
     """Every parameter and buffer, whole, copied."""
     named = [*m.named_parameters(), *m.named_buffers()]
     return {name.removeprefix("module."): full(value).clone() for name, value in named}
+
+
+def gradients_of(accumulator: MoEAccumulator) -> list[dict[str, Tensor]]:
+    """Fills with every step's gradients, whole, as the norm sees them: reduced, and not yet clipped."""
+    found: list[dict[str, Tensor]] = []
+    norm = accumulator.owner.norm
+
+    def seen() -> Tensor:
+        named = accumulator.model.named_parameters()
+        found.append({n.removeprefix("module."): full(p.grad).clone() for n, p in named if p.grad is not None})
+        return norm()
+
+    accumulator.owner.norm = seen  # type: ignore[method-assign]
+    return found
 
 
 def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
