@@ -155,7 +155,7 @@ def test_tokens_travel_once_to_each_rank_that_holds_their_experts(world):
         assert sum(kind.calls for kind in traffic.values()) == len(real)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_in_fp8_half_of_what_travels_is_a_byte_a_value_and_one_for_each_128(world):
     """docs/traffic.md: rows to experts, and gradients to their outputs; sums on their way back are fp32 here."""
     layers = V3.num_hidden_layers - V3.first_k_dense_replace + V3.num_nextn_predict_layers
@@ -190,12 +190,17 @@ def combined_on_rank(rank, world, keys):
 @pytest.mark.parametrize(
     ("world", "keys"),
     [
-        (4, {"ep": 2}),  # each part of the experts on two ranks
-        (4, {"ep": 2, "dp_replicate": 2}),  # on one rank of each copy
-        (8, {"ep": 2, "dp_replicate": 2}),
-        (4, {"pp": 2}),
+        (4, {"ep": 2, "dp_replicate": 2}),  # a copy has each part of the experts once
         (8, {"ep": 2, "pp": 2}),
-        (8, {"ep": 2, "pp": 2, "dp_replicate": 2}),
+        *(
+            pytest.param(*layout, marks=pytest.mark.slow)
+            for layout in (
+                (4, {"ep": 2}),
+                (8, {"ep": 2, "dp_replicate": 2}),
+                (4, {"pp": 2}),
+                (8, {"ep": 2, "pp": 2, "dp_replicate": 2}),
+            )
+        ),
     ],
     ids=str,
 )
