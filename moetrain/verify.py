@@ -1,9 +1,9 @@
 """``verify``: shows on somebody's own config that the layout changes nothing.
 
 The config's step (its model made small, its losses, its balance scope) is taken by one process with one big batch, and
-then by every layout that this version offers here: other micro-batches, windows with empty ones, recompute, several
-ranks under FSDP2 and under DeepSpeed's ZeRO. A table says how far each is from the first. The batch is awkward on
-purpose: prompts without a loss, a row without any label, padding, packed documents.
+then by every layout that this version offers here: other micro-batches, windows with empty ones, both kinds of
+recompute, several ranks under FSDP2 and under DeepSpeed's ZeRO. A table says how far each is from the first. The batch
+is awkward on purpose: prompts without a loss, a row without any label, padding, packed documents.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Layout:
 
     name: str
     cuts: tuple[tuple[int, ...], ...]
-    recompute: bool = False
+    recompute: Literal["none", "selective", "full"] = "none"
     reduce: Literal["window", "micro_batch"] = "window"
     ep: int = 1
     copies: int = 1
@@ -58,7 +58,7 @@ class Layout:
     @property
     def parallel(self) -> ParallelConfig:
         return ParallelConfig(
-            recompute="full" if self.recompute else "none",
+            recompute=self.recompute,
             reduce=self.reduce,
             ep=self.ep,
             dp_replicate=self.copies,
@@ -77,17 +77,20 @@ LAYOUTS = (
     Layout("micro-batches of 4", ((4, 4),)),
     Layout("micro-batches of 1", ((1,) * 8,)),
     Layout("unequal, two of them empty", ((1, 0, 5, 0, 2),)),
-    Layout("micro-batches of 2, recompute", ((2,) * 4,), recompute=True),
+    Layout("micro-batches of 2, recompute", ((2,) * 4,), recompute="full"),
+    Layout("micro-batches, recompute selective", ((2,) * 4,), recompute="selective"),
     Layout("micro-batches of 2, counting pass", ((2,) * 4,), order="counting_pass"),
     Layout("2 ranks, DDP", ((2, 2), (3, 1)), ddp=True),
     Layout("2 ranks, FSDP2", ((2, 2), (3, 1))),
-    Layout("2 ranks, FSDP2, one with a row", ((4, 3), (1, 0)), recompute=True),
+    Layout("2 ranks, FSDP2, one with a row", ((4, 3), (1, 0)), recompute="full"),
     Layout("2 ranks, FSDP2, reduced each time", ((2, 2), (3, 1)), reduce="micro_batch"),
     Layout("4 ranks, FSDP2, one with nothing", ((2, 1), (1, 1), (2, 1), (0, 0))),
     Layout("2 ranks, experts spread over both", ((2, 2), (3, 1)), ep=2),
-    Layout("4 ranks, experts over 2, recompute", ((2, 1), (1, 1), (2, 1), (0, 0)), recompute=True, ep=2),
+    Layout("4 ranks, experts over 2, recompute", ((2, 1), (1, 1), (2, 1), (0, 0)), recompute="full", ep=2),
     Layout("4 ranks, 2 copies, experts over 2", ((2, 1), (1, 1), (2, 1), (0, 0)), ep=2, copies=2),
-    Layout("2 stages, 1F1B, recompute", ((1, 0, 5, 2),), recompute=True, schedule="1f1b"),
+    Layout("2 stages, 1F1B, recompute", ((1, 0, 5, 2),), recompute="full", schedule="1f1b"),
+    Layout("2 ranks, FSDP2, recompute selective", ((2, 2), (3, 1)), recompute="selective"),
+    Layout("2 stages, recompute selective", ((1, 0, 5, 2),), recompute="selective", schedule="gpipe"),
     Layout("2 stages of 2 data ranks, GPipe", ((2, 2), (3, 1)), schedule="gpipe"),
     Layout("2 stages, experts over 2, DualPipeV", ((2, 2), (3, 1)), ep=2, schedule="dualpipev"),
 )
@@ -96,7 +99,7 @@ ZERO_LAYOUTS = (
     Layout("2 ranks, ZeRO 1", ((2, 2), (3, 1)), zero=1),
     Layout("2 ranks, ZeRO 2 on the host", ((2, 2), (3, 1)), zero=2, host=True),
     Layout("2 ranks, ZeRO 2, experts over 2", ((2, 2), (3, 1)), zero=2, ep=2),
-    Layout("2 ranks, ZeRO 3, recompute", ((2, 2), (3, 1)), zero=3, recompute=True),
+    Layout("2 ranks, ZeRO 3, recompute", ((2, 2), (3, 1)), zero=3, recompute="full"),
     Layout("2 ranks, ZeRO 3 on the host", ((4, 3), (1, 0)), zero=3, host=True),
     Layout("4 ranks, ZeRO 1, experts over 2", ((2, 1), (1, 1), (2, 1), (0, 0)), zero=1, ep=2),
     Layout("4 ranks, ZeRO 3", ((2, 1), (1, 1), (2, 1), (0, 0)), zero=3),

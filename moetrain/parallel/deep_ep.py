@@ -4,7 +4,8 @@ The verbs are those of ``moetrain.parallel.ep.AllToAllDispatcher``, and so is wh
 each rank that holds one of its experts, the shared experts run meanwhile, sums come back. DeepEP carries bf16, or E4M3
 with its scales; router weights are fp32.
 
-Its interface was checked against a stand-in that keeps DeepEP's documented contract over gloo; not yet run on GPUs.
+Its interface was checked against a stand-in that keeps DeepEP's documented contract over gloo, where nothing is there
+before it is waited for: a model's step is the one over all-to-all. Not yet run on GPUs.
 
 Legend: T tokens, K experts per token, D width, R rows that arrive, N entries (row, expert).
 """

@@ -1,8 +1,8 @@
 """Expert parallelism: each rank of an expert group holds a run of neighbouring experts, and tokens travel to them.
 
 A token travels once to every rank that holds at least one of its experts, however many it has there, and comes back as
-one row: the experts of a rank are summed where they are. With V3's node-limited routing (paper 2.1.2) and expert groups
-placed on ranks in order, that is at most ``topk_group`` rows per token where each group is a rank.
+one row: the experts of a rank are summed where they are. Expert groups lie on ranks in order, so with V3's node-limited
+routing (paper 2.1.2) that is at most ``topk_group`` rows per token where each group is a rank (``reach``).
 
 Nobody waits for rows that are on their way: the layer's shared experts run until they are here. So they do in the
 backward, since autograd takes what was computed last first: gradients of rows leave, the shared experts' backward
@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from moetrain.config.model import ModelConfig
 from moetrain.model.backends import Experts, Routed
 from moetrain.model.dispatch import Dispatcher
 from moetrain.model.moe import MoE
@@ -121,6 +122,14 @@ class AllToAllDispatcher:
     def combine(self, y_RD: Tensor, sent: Sent) -> Tensor:
         y_RD = Return.apply(y_RD, sent.trip)
         return F.embedding_bag(sent.position_R, y_RD, sent.offset_T, mode="sum")
+
+
+def reach(config: ModelConfig, ranks: int) -> int:
+    """How many of the expert group's ranks a token goes to at most; neighbours hold neighbouring experts."""
+    of_rank, of_group = config.n_routed_experts // ranks, config.n_routed_experts // config.n_group
+    firsts = range(0, config.n_routed_experts, of_group)
+    widths = sorted((first + of_group - 1) // of_rank - first // of_rank + 1 for first in firsts)
+    return min(ranks, config.num_experts_per_tok, sum(widths[-config.topk_group :]))
 
 
 def by_expert(x_RD: Tensor, weight_N: Tensor, expert_N: Tensor, row_N: Tensor, experts: int) -> Routed:

@@ -24,7 +24,7 @@ from moetrain.model.layers import MLP, Linear
 from moetrain.model.mla import MLA
 from moetrain.model.moe import MoE, RoutedExperts
 from moetrain.parallel import deep_ep
-from moetrain.parallel.ep import AllToAllDispatcher, spread_experts
+from moetrain.parallel.ep import AllToAllDispatcher, reach, spread_experts
 from moetrain.parallel.ranks import Ranks
 from moetrain.parallel.recompute import recompute_in_backward, recompute_what_is_cheap
 from moetrain.parallel.stages import cut, keep, stages_of
@@ -108,8 +108,14 @@ def spread(
         applied.append(
             f"experts of {count} layers over {ranks.expert_mesh['ep'].size()} ranks, {how}"
             f"{'' if fp8 is None else ' (tokens in FP8, sums not)'}; "
-            f"each part on {ranks.expert_mesh['edp'].size()}"
+            f"each part on {ranks.expert_mesh['edp'].size()}; a token goes to {reach(model.config, config.ep)} at most"
         )
+        groups = model.config.n_group
+        if groups > 1 and groups % config.ep and config.ep % groups:
+            applied.append(
+                f"ep {config.ep} cuts the model's {groups} expert groups: the step is the same, and tokens go to more "
+                "ranks than routing by groups means; an ep that divides n_group, or a multiple of it, does not"
+            )
 
     blocks: list[Any] = [m for m in model.layers if m is not None]  # None: another stage's
     blocks += [module.block for module in model.mtp]

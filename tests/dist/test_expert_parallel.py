@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 import weakref
 
 import pytest
@@ -17,15 +18,16 @@ from moetrain.accumulate import Balance
 from moetrain.config.run import ParallelConfig
 from moetrain.model import backends
 from moetrain.model.dispatch import LocalDispatcher
+from moetrain.model.moe import MoE
 from moetrain.parallel import ep as ep_module
 from moetrain.parallel.deep_ep import DeepEPDispatcher
-from moetrain.parallel.ep import AllToAllDispatcher
+from moetrain.parallel.ep import AllToAllDispatcher, reach
 from moetrain.parallel.plan import spread
 from moetrain.precision import Fp8, Fp8Rows, Reference
 from moetrain.parallel.ranks import Ranks, meshes
-from tests.support.deep_ep import Buffer
+from tests.support import deep_ep
 from tests.support.processes import run_ranks
-from tests.support.small import FAMILIES, V3, difference, every_loss, model, rank_window, same_report, sgd, state
+from tests.support.small import FAMILIES, V3, difference, every_loss, gradients_of, model, rank_window, same_report, sgd, state
 
 pytestmark = pytest.mark.dist
 BOUND = 1e-12
@@ -140,7 +142,7 @@ def dispatched_on_rank(rank, world, over_deep_ep=False):
     dispatcher = AllToAllDispatcher(dist.group.WORLD, E)
     if over_deep_ep:
         weight = weight.detach().float().double().requires_grad_()  # DeepEP's weights are fp32
-        dispatcher = DeepEPDispatcher(Buffer(dist.group.WORLD), world, E)
+        dispatcher = DeepEPDispatcher(deep_ep.Buffer(dist.group.WORLD), world, E)
     own = slice(rank * dispatcher.local, (rank + 1) * dispatcher.local)
     sent = dispatcher.send(x, choice, weight)
     y = dispatcher.combine(product(dispatcher.receive(sent), gate_up[own], down[own], in_place_grad=False), sent)
@@ -156,8 +158,6 @@ def dispatched_on_rank(rank, world, over_deep_ep=False):
     for total in (ours, theirs):
         dist.all_reduce(total)
     want = [y.detach(), x.grad, weight.grad]
-    if over_deep_ep:
-        assert all(event.waited for event in dispatcher.buffer.events[1:])  # the layout's comes from this stream
     travelled = sent.trip.handle[1] if over_deep_ep else sent.trip.rows[1]
     needed = [int((choice // dispatcher.local == r).any(dim=1).sum()) for r in range(world)]
     worst = max([float((a - b).abs().max()) for a, b in zip(got, want, strict=True) if a.numel()], default=0.0)
@@ -170,9 +170,96 @@ def test_deep_ep_takes_the_place_of_all_to_all():
         assert apart < 1e-4 and weights_apart < 1e-11 and once
 
 
+def early_on_rank(rank, world):
+    """Sums of experts where nobody waits for rows that are on their way."""
+    deep_ep.Event.current_stream_wait = lambda self: None
+    dispatcher = DeepEPDispatcher(deep_ep.Buffer(dist.group.WORLD), world, 4)
+    x, choice, weight = torch.randn(5, 6), torch.arange(5)[:, None] % 4, torch.ones(5, 1)
+    sent = dispatcher.send(x, choice, weight)
+    return bool(sent.trip.out[0].isnan().all()), bool(dispatcher.combine(torch.zeros_like(sent.trip.out[0]), sent).isnan().all())
+
+
+def test_the_stand_in_shows_who_reads_before_rows_are_here():
+    assert run_ranks(early_on_rank, 2) == [(True, True)] * 2
+
+
+def over_deep_ep_on_rank(rank, world, dispatch, recompute, precision):
+    """Two steps of a whole model in fp32, through the plan, which finds the stand-in as the installed library."""
+    sys.modules["deep_ep"] = deep_ep
+    config = V3.model_copy(update={"hidden_size": 128})
+    m = model(config, dtype=torch.float32)
+    plan = ParallelConfig(ep=world, dispatch=dispatch, recompute=recompute)
+    applied = spread(m, plan, precision, ranks_of(rank, world, world)).applied
+    accumulator = sgd(m, config, every_loss(config, "window"))
+    gradients = gradients_of(accumulator)
+    reports = [accumulator.step(rank_window(rank, world)) for _ in range(2)]
+    return reports, gradients, state(m), [line for line in applied if line.startswith("experts of")]
+
+
+@pytest.mark.parametrize(
+    ("world", "recompute", "precision"),
+    [(2, "none", "fp32"), (2, "selective", "fp8"), pytest.param(4, "full", "fp32", marks=pytest.mark.slow)],
+)
+def test_a_models_step_over_deep_ep_is_the_one_over_all_to_all(world, recompute, precision):
+    """1e-5 for fp32 sums of a token's rows in another order; in FP8 both round alike."""
+    want = run_ranks(over_deep_ep_on_rank, world, "all_to_all", recompute, precision)
+    for got, wanted in zip(run_ranks(over_deep_ep_on_rank, world, "deep_ep", recompute, precision), want, strict=True):
+        for a, b in zip(got[0], wanted[0], strict=True):
+            same_report(a, b, 1e-5)
+        for a, b in zip(got[1], wanted[1], strict=True):
+            assert difference(a, b) < 1e-5
+        assert difference(got[2], wanted[2]) < 1e-5
+        assert ", DeepEP" in got[3][0] and ", all-to-all" in wanted[3][0]
+
+
 def test_the_dispatcher_sends_a_token_once_to_each_rank_that_needs_it():
     for apart, weights_apart, once in run_ranks(dispatched_on_rank, 4):
         assert apart < 1e-12 and weights_apart < 1e-11 and once
+
+
+def placed_on_rank(rank, world, config):
+    """Most ranks that any token's rows went to in a step with wild routing, and what the plan says of it."""
+    m = model(config)
+    applied = spread(m, ParallelConfig(ep=world), "float64", ranks_of(rank, world, world)).applied
+    most, sent = 0, []
+    for layer in (x for x in m.modules() if isinstance(x, MoE)):
+        inner = layer.dispatcher.send
+
+        def send(x, choice, weight, inner=inner, local=layer.dispatcher.local):
+            nonlocal most
+            ranks_of_tokens = [len(set(token)) for token in (choice // local).tolist()]
+            most = max(most, *ranks_of_tokens)
+            out = inner(x, choice, weight)
+            sent.append(sum(ranks_of_tokens) == sum(out.trip.rows[1]))
+            return out
+
+        layer.dispatcher.send = send
+    sgd(m, config, Balance()).step(rank_window(rank, world))
+    return most, all(sent), applied
+
+
+@pytest.mark.parametrize(
+    ("family", "groups", "kept", "most", "cut"),
+    [
+        ("V3", 4, 2, 2, False),  # a rank is a group
+        ("V2", 4, 2, 2, False),
+        ("V3", 8, 2, 2, False),  # two groups on a rank
+        ("V3", 2, 1, 2, False),  # a group on two ranks
+        ("V3", 1, 1, 4, False),  # no groups: as far as its experts are
+        ("V3", 6, 2, 4, True),  # the first group's experts on one rank, the second's on two
+    ],
+)
+def test_a_token_goes_to_no_more_ranks_than_its_groups_have(family, groups, kept, most, cut):
+    """Node-limited routing: at most ``topk_group`` groups, and each of them on as few ranks as can hold it."""
+    sizes = {"n_routed_experts": 24 if cut else 16, "n_group": groups, "topk_group": kept, "num_experts_per_tok": 4}
+    config = FAMILIES[family].model_copy(update={**sizes, "initializer_range": 1.0})
+    found = run_ranks(placed_on_rank, 4, config)
+    assert reach(config, 4) == most
+    assert max(reached for reached, _, _ in found) <= most and all(as_sent for _, as_sent, _ in found)
+    assert groups > 1 or max(reached for reached, _, _ in found) == most  # without groups it would be more
+    for _, _, applied in found:
+        assert any(f"a token goes to {most} at most" in line for line in applied)
+        assert any("cuts the model's 6 expert groups" in line for line in applied) == cut
 
 
 def fp8_on_rank(rank, world, kind):
@@ -187,7 +274,7 @@ def fp8_on_rank(rank, world, kind):
     here = LocalDispatcher(E)
     there = AllToAllDispatcher(dist.group.WORLD, E, wire=Fp8Rows())
     if kind == "deep_ep":
-        there = DeepEPDispatcher(Buffer(dist.group.WORLD), world, E, fp8=True)
+        there = DeepEPDispatcher(deep_ep.Buffer(dist.group.WORLD), world, E, fp8=True)
     sizes = []
     there.count = lambda kind, sent: sizes.append((sent.dtype, sent.numel()))
     found = []

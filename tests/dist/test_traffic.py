@@ -115,24 +115,29 @@ def test_gradients_are_sent_while_the_backward_runs_and_not_after_it(wrapper, sc
         assert seen and all(seen)
 
 
-def experts_on_rank(rank, world):
-    m = model()
-    spread(m, ParallelConfig(ep=world), "float64", Ranks(rank, world, torch.device("cpu"), *meshes("cpu", world, ep=world)))
-    accumulator = sgd(m, V3, every_loss(V3, "sequence"))
-    rows = entries = 0
+def watch_rows(m, own):
+    """What will have been sent when a step is over: [rows that travel, entries], by the router's choices alone."""
+    sent = [0, 0]
     for layer in (x for x in m.modules() if isinstance(x, MoE)):
         inner = layer.dispatcher.send
 
-        def send(x, choice, weight, inner=inner, own=V3.n_routed_experts // world):
-            nonlocal rows, entries
-            rows += sum(len(set(tokens)) for tokens in (choice // own).tolist())
-            entries += choice.numel()
+        def send(x, choice, weight, inner=inner):
+            sent[0] += sum(len(set(tokens)) for tokens in (choice // own).tolist())
+            sent[1] += choice.numel()
             return inner(x, choice, weight)
 
         layer.dispatcher.send = send
+    return sent
+
+
+def experts_on_rank(rank, world, precision="float64"):
+    m = model(dtype=torch.float64 if precision == "float64" else torch.float32)
+    spread(m, ParallelConfig(ep=world), precision, Ranks(rank, world, torch.device("cpu"), *meshes("cpu", world, ep=world)))
+    accumulator = sgd(m, V3, every_loss(V3, "sequence"))
+    sent = watch_rows(m, V3.n_routed_experts // world)
     with Calls() as real:
         report = accumulator.step(rank_window(rank, world))
-    return rows, entries, dict(report.traffic), real.names
+    return *sent, dict(report.traffic), real.names
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -148,6 +153,97 @@ def test_tokens_travel_once_to_each_rank_that_holds_their_experts(world):
     for _, _, traffic, real in found:
         assert traffic["experts"].calls == 8 * layers * slots  # forward: sizes and four, backward: three
         assert sum(kind.calls for kind in traffic.values()) == len(real)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_in_fp8_half_of_what_travels_is_a_byte_a_value_and_one_for_each_128(world):
+    """docs/traffic.md: rows to experts, and gradients to their outputs; sums on their way back are fp32 here."""
+    layers = V3.num_hidden_layers - V3.first_k_dense_replace + V3.num_nextn_predict_layers
+    found = run_ranks(experts_on_rank, world, "fp8")
+    rows, entries = (sum(rank[i] for rank in found) for i in (0, 1))
+    sizes = world * layers * len(rank_window(0, world)) * 2 * world
+    D, fp32, int64 = V3.hidden_size, 4, 8
+    sent = sum(traffic["experts"].bytes for _, _, traffic, _ in found)
+    assert sent == 2 * rows * (D + -(-D // 128)) + 2 * rows * D * fp32 + 2 * entries * (fp32 + int64) + int64 * sizes
+
+
+DEEPER = V3.model_copy(update={"num_hidden_layers": 5})
+
+
+def combined_on_rank(rank, world, keys):
+    m, plan = model(DEEPER), ParallelConfig(**keys)
+    where = meshes("cpu", world, dp_replicate=plan.dp_replicate, ep=plan.ep, pp=plan.pp, need_group=plan.pp == 1)
+    ranks = Ranks(rank, world, torch.device("cpu"), *where)
+    spread(m, plan, "float64", ranks)
+    loss = DeepSeekLoss(DEEPER)
+    pipeline = None if ranks.pipe is None else Pipeline(m, loss, plan, ranks, dtype=torch.float64)
+    optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+    accumulator = MoEAccumulator(m, optimizer, loss=loss, groups=ranks.groups, pipeline=pipeline)
+    mine = rank_window(ranks.data_rank, ranks.data_world)
+    accumulator.step(mine)
+    sent = watch_rows(m, DEEPER.n_routed_experts // plan.ep)
+    with Calls() as real:
+        traffic = accumulator.step(mine).traffic
+    return [n for n, _ in m.named_parameters()], sent, dict(traffic), real.names, (ranks.data_rank, ranks.data_world)
+
+
+@pytest.mark.parametrize(
+    ("world", "keys"),
+    [
+        (4, {"ep": 2, "dp_replicate": 2}),  # a copy has each part of the experts once
+        (8, {"ep": 2, "pp": 2}),
+        *(
+            pytest.param(*layout, marks=pytest.mark.slow)
+            for layout in (
+                (4, {"ep": 2}),
+                (8, {"ep": 2, "dp_replicate": 2}),
+                (4, {"pp": 2}),
+                (8, {"ep": 2, "pp": 2, "dp_replicate": 2}),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_layouts_together_send_what_the_formulas_say(world, keys):
+    """docs/traffic.md: every kind, on every rank."""
+    ep, pp, copies = (keys.get(key, 1) for key in ("ep", "pp", "dp_replicate"))
+    shards, D = world // pp // copies, DEEPER.hidden_size
+    shape = {name: p.shape for name, p in model(DEEPER).named_parameters()}
+
+    def elements(names, ranks, parts=1):
+        return sum(-(-shape[n][0] // parts // ranks) * ranks * shape[n][1:].numel() for n in names)
+
+    found = run_ranks(combined_on_rank, world, keys)
+    data_groups = 1 if copies == 1 else 2
+    for names, _, traffic, real, (data_rank, data_world) in found:
+        K = len(rank_window(data_rank, data_world))
+        experts = [n for n in names if ep > 1 and ".mlp.experts." in n]
+        blocks = [n for n in names if (n.startswith("layers.") or ".block." in n) and n not in experts]
+        root = [n for n in names if n not in experts and n not in blocks]
+        holders = shards // ep  # ranks of a copy with the same experts
+        dense, spread_out = elements(blocks + root, shards), elements(experts, holders, ep)
+        gradients = dense + (spread_out if holders > 1 else 0)
+        if copies > 1:
+            gradients += dense // shards + spread_out // holders
+        if pp > 1:
+            gradients += DEEPER.vocab_size * D // shards  # the embedding is on both stages
+        assert traffic["gradients"].bytes == FP64 * gradients
+        gathered = elements(blocks, shards) + (spread_out if holders > 1 else 0)
+        assert traffic["parameters"].bytes == FP64 * K * (2 * gathered + elements(root, shards))
+        layers = sum(n.endswith("mlp.gate.weight") for n in names)
+        assert ep == 1 or traffic["experts"].calls == 8 * layers * K
+        if pp > 1:
+            B = max(item.input_ids.shape[0] for item in rank_window(data_rank, data_world))
+            assert traffic["stages"] == (K, FP64 * K * B * 12 * D)
+        assert traffic["counts"] == (data_groups, data_groups * 48)
+        assert traffic["norm"].calls == 1 + (2 if ep > 1 else 0) + (pp > 1)
+        assert traffic["report"].calls == data_groups + (pp > 1)
+        assert sum(kind.calls for kind in traffic.values()) == sum(not name.startswith("recv") for name in real)
+    if ep > 1:
+        rows, entries = (sum(sent[i] for _, sent, *_ in found) for i in (0, 1))
+        asked = sum(traffic["experts"].calls // 8 for *_, traffic, _, _ in found)  # every layer and micro-batch
+        sent = sum(traffic["experts"].bytes for *_, traffic, _, _ in found)
+        assert sent == FP64 * (4 * rows * D + 4 * entries + 2 * ep * asked)
 
 
 def stages_on_rank(rank, world, schedule):

@@ -39,6 +39,8 @@ LAYOUTS = {
         2,
         ("engine=deepspeed", "deepspeed.offload_optimizer=cpu", "deepspeed.offload_parameters=cpu"),
     ),
+    "spread experts in stages": (4, ("parallel.pp=2", "parallel.ep=2")),
+    "spread experts in copies": (4, ("parallel.dp_replicate=2", "parallel.ep=2")),
 }
 
 
@@ -101,7 +103,7 @@ def break_and_finish(folder, layout, kills, seed):
     while True:
         before, length = confirmed(said), len(said.read_text()) if said.exists() else 0
         ranks = start(world, config, said)
-        done = time.monotonic() + (r.uniform(0.2, 2.5) if dead < kills else 90.0)
+        done = time.monotonic() + (r.uniform(0.2, 1.25 * world) if dead < kills else 90.0)
         while time.monotonic() < done and any(p.is_alive() for p in ranks):
             time.sleep(0.005)
         finished = all(p.exitcode == 0 for p in ranks)
@@ -132,10 +134,19 @@ def the_same(folder, broken):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_killed_at_any_moment_cost_nothing(tmp_path, layout):
+@pytest.mark.parametrize(
+    ("layout", "kills"),
+    [
+        ("sharded", 3),
+        ("saved in the background", 3),
+        ("spread experts in stages", 1),
+        ("spread experts in copies", 1),
+        *(pytest.param(layout, 3, marks=pytest.mark.slow) for layout in ("spread experts", "stages")),
+    ],
+)
+def test_ranks_killed_at_any_moment_cost_nothing(tmp_path, layout, kills):
     unbroken(tmp_path, layout)
-    broken, dead = break_and_finish(tmp_path, layout, kills=3, seed=1)
+    broken, dead = break_and_finish(tmp_path, layout, kills=kills, seed=1)
     the_same(tmp_path, broken)
     assert dead >= 1
 
@@ -144,7 +155,7 @@ def test_ranks_killed_at_any_moment_cost_nothing(tmp_path, layout):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fifty_killed_ranks_cost_nothing(tmp_path, layout):
-    """With the five layouts: two hundred and fifty moments."""
+    """With the seven layouts: three hundred and fifty moments."""
     unbroken(tmp_path, layout)
     dead, seed = 0, 100
     while dead < 50:

@@ -13,7 +13,7 @@ from tests.support.runs import ROOT, SCALES
 @pytest.fixture
 def quick(monkeypatch):
     """Layouts of one process only: those of several are in tests/dist."""
-    monkeypatch.setattr("moetrain.verify.LAYOUTS", tuple(x for x in LAYOUTS if len(x.cuts) == 1))
+    monkeypatch.setattr("moetrain.verify.LAYOUTS", tuple(x for x in LAYOUTS if x.world == 1))
 
 
 @pytest.mark.parametrize("scale", SCALES)
