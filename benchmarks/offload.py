@@ -110,7 +110,7 @@ def work(given: argparse.Namespace) -> None:
             memory.reset_peak()
             reports.append(accumulator.step(window))
         device, host = memory.peak, 0
-        if zero:  # weights are stepped on the host, so the device's peak is before that
+        if zero and before_step:  # weights are stepped on the host, so the device's peak is before that
             peak, host = before_step[-1]
             device = peak - host
     memory = None

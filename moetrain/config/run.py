@@ -445,9 +445,7 @@ class RunConfig(Section):
         alone = {"parallel.pp": parallel.pp, "parallel.dp_replicate": parallel.dp_replicate}
         for key, size in alone.items():
             if size > 1:
-                raise ValueError(
-                    f"{key} ({size}) is not offered with engine: deepspeed; set it to 1, or engine: native"
-                )
+                raise ValueError(f"{key} ({size}) needs engine: native; set it to 1 with engine: deepspeed")
         if parallel.ep > 1 and zero.zero_stage == 3:
             raise ValueError(
                 f"parallel.ep ({parallel.ep}) needs deepspeed.zero_stage 1 or 2: stage 3 shards experts over all ranks"
@@ -464,9 +462,7 @@ class RunConfig(Section):
         if self.batch.noise_scale:
             raise ValueError("batch.noise_scale needs each rank's own gradient, which ZeRO does not keep: use ramp")
         if self.checkpoint.async_save and "nvme" in (zero.offload_optimizer, zero.offload_parameters):
-            raise ValueError(
-                "checkpoint.async_save copies states to memory, which offload to nvme is to spare: set false"
-            )
+            raise ValueError("checkpoint.async_save copies to memory what nvme is to spare it: set it to false")
         if self.optimizer.moments == "bf16" and zero.offload_optimizer == "nvme":
             raise ValueError("optimizer.moments: bf16 cannot lie on a drive: set it to fp32, or offload_optimizer: cpu")
         if zero.zero_stage == 3 and self.balance.window_order == "forwards_first":

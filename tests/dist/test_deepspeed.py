@@ -12,6 +12,8 @@ import tests.support.zero  # noqa: F401 - before ranks are forked
 from moetrain.accumulate import MoEAccumulator, Window
 from moetrain.config import RunConfig
 from moetrain.engine import DeepSpeedEngine, NativeEngine
+from moetrain.engine.deepspeed import settings_of
+from moetrain.errors import UserError
 from moetrain.model import DeepSeekLoss
 from moetrain.parallel.ranks import Ranks, meshes
 from tests.support.processes import run_ranks
@@ -232,3 +234,27 @@ def test_starved_experts_neither_hang_nor_change_a_loss(tmp_path):
     for stage in (2, 3):
         got = run_ranks(starves, 2, tmp_path, stage, timeout=60)[0]
         assert len(got) == 20 and got == pytest.approx(want, rel=1e-5), stage
+
+
+def test_a_json_file_adds_keys_and_may_not_take_ours(tmp_path):
+    alone = Ranks(0, 1, torch.device("cpu"), None)
+    path = tmp_path / "zero.json"
+
+    def settings(text):
+        path.write_text(text)
+        return settings_of(config_of(tmp_path, "V3", f"deepspeed.json_file={path}"), alone)
+
+    got = settings('{"zero_optimization": {"reduce_bucket_size": 5}, "prescale_gradients": false}')
+    assert got["zero_optimization"]["reduce_bucket_size"] == 5 and got["prescale_gradients"] is False
+    assert got["gradient_clipping"] == 0.0 and got["zero_optimization"]["stage"] == 3
+    for text, said in (
+        ('{"gradient_clipping": 1.0}', "sets gradient_clipping"),
+        ('{"zero_optimization": {"stage": 2}}', "sets zero_optimization.stage"),
+        ("{", "is not JSON"),
+        ("[]", "must hold an object"),
+    ):
+        with pytest.raises(UserError, match=said):
+            settings(text)
+    path.unlink()
+    with pytest.raises(UserError, match="cannot be read"):
+        settings_of(config_of(tmp_path, "V3", f"deepspeed.json_file={path}"), alone)

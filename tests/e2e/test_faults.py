@@ -141,6 +141,7 @@ def the_same(folder, broken):
         ("saved in the background", 3),
         ("spread experts in stages", 1),
         ("spread experts in copies", 1),
+        ("ZeRO 3 on the host", 1),
         *(pytest.param(layout, 3, marks=pytest.mark.slow) for layout in ("spread experts", "stages")),
     ],
 )

@@ -54,6 +54,16 @@ def test_sigterm_to_the_launcher_saves_before_it_leaves(tmp_path):
     assert step is not None and step >= 3
 
 
+def test_accelerate_launches_it_too(tmp_path):
+    """Both engines; one process, since ``accelerate launch`` on CPU starts no more."""
+    for engine in ("native", "deepspeed"):
+        given = overrides("671B", tmp_path / engine, "steps=2", f"engine={engine}", "precision=fp32")
+        module = ["-m", "moetrain", "--config", str(ROOT / "configs" / "671B" / "smoke.yaml"), *given]
+        launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
+        subprocess.run([*launch, *module], env=environment(), cwd=tmp_path, check=True, capture_output=True)
+    assert losses(tmp_path / "deepspeed" / "run") == pytest.approx(losses(tmp_path / "native" / "run"), rel=1e-5)
+
+
 def test_the_slurm_script_is_a_shell_script_that_names_what_it_needs():
     path = ROOT / "docs" / "launch" / "slurm.sbatch"
     subprocess.run(["bash", "-n", str(path)], check=True)

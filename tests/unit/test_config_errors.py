@@ -126,6 +126,37 @@ def test_a_group_of_one_expert_has_no_best_two() -> None:
     assert "n_group (16) leaves one expert a group" in sentence
 
 
+@pytest.mark.parametrize(
+    ("overrides", "fragment"),
+    [
+        (["parallel.pp=2"], "parallel.pp (2) needs engine: native"),
+        (["parallel.dp_replicate=2"], "parallel.dp_replicate (2) needs engine: native"),
+        (["parallel.ep=2"], "parallel.ep (2) needs deepspeed.zero_stage 1 or 2"),
+        (["parallel.offload_states=true"], "set deepspeed.offload_optimizer instead"),
+        (["precision=float64"], "precision: float64 needs engine: native"),
+        (["precision=bf16", "deepspeed.zero_stage=1"], "needs deepspeed.zero_stage 2 or 3"),
+        (["balance.window_order=forwards_first"], "gives wrong gradients under ZeRO 3"),
+        (["deepspeed.zero_stage=2", "deepspeed.offload_parameters=cpu"], "offload_parameters needs zero_stage 3"),
+        (["deepspeed.zero_stage=2", "deepspeed.offload_optimizer=nvme"], "offload_optimizer: nvme needs zero_stage 3"),
+        (["deepspeed.offload_optimizer=nvme"], "offload to nvme needs nvme_path"),
+        (
+            ["deepspeed={offload_optimizer: nvme, nvme_path: /tmp/x}", "checkpoint.async_save=true"],
+            "checkpoint.async_save copies to memory",
+        ),
+        (
+            ["deepspeed={offload_optimizer: nvme, nvme_path: /tmp/x}", "optimizer.moments=bf16"],
+            "optimizer.moments: bf16 cannot lie on a drive",
+        ),
+        (
+            ["batch={global_batch: 8, micro_batch: 2, noise_scale: {minimum: 4, maximum: 16}}"],
+            "which ZeRO does not keep",
+        ),
+    ],
+)
+def test_what_deepspeed_cannot_do_is_refused(overrides: list[str], fragment: str) -> None:
+    assert fragment in sentence_of(lambda: load_config(SMOKE, ["engine=deepspeed", *overrides]))
+
+
 @pytest.mark.parametrize("override", ["steps", "=3", "optimizer..lr=1", "--lr=1", "optimizer.lr 3"])
 def test_an_override_needs_key_and_value(override: str) -> None:
     assert "must have the form key=value" in sentence_of(lambda: load_config(SMOKE, [override]))
