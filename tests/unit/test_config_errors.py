@@ -252,8 +252,7 @@ def test_what_does_not_go_with_stages_is_refused(override: str, fragment: str) -
 @pytest.mark.parametrize(
     ("override", "fragment"),
     [
-        ("engine=deepspeed", "engine: deepspeed does not work yet in this version; use engine=native"),
-        ("parallel.cp=2", "parallel.cp: 2"),
+        ("parallel.cp=2", "parallel.cp: 2 does not work yet in this version; use parallel.cp=1"),
     ],
 )
 def test_what_does_not_work_yet_is_refused_in_words(override: str, fragment: str) -> None:
