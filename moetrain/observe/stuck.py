@@ -56,6 +56,7 @@ class Watch:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._end.set()
+        self._thread.join(GRACE)  # a thread that still runs when Python ends may abort the process
         if error is None or not lost(error):
             return
         if because := self.ended():

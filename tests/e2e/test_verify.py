@@ -14,6 +14,7 @@ from tests.support.runs import ROOT, SCALES
 def quick(monkeypatch):
     """Layouts of one process only: those of several are in tests/dist."""
     monkeypatch.setattr("moetrain.verify.LAYOUTS", tuple(x for x in LAYOUTS if x.world == 1))
+    monkeypatch.setattr("moetrain.verify.ZERO_LAYOUTS", ())
 
 
 @pytest.mark.parametrize("scale", SCALES)
