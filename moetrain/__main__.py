@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import moetrain
 from moetrain.errors import LostRankError, UserError
@@ -129,6 +129,7 @@ def _plan(arguments: Sequence[str]) -> None:
         "  python -m moetrain plan --config configs/671B --gpus 8xH200\n"
         "  python -m moetrain plan --config configs/16B --gpus 8xH100 engine=native --search\n"
         "  python -m moetrain plan --config configs/16B --fewest H100 engine=native\n"
+        "  python -m moetrain plan --config configs/671B --gpus 2048xH800 --dry-run engine=native parallel.pp=16\n"
         "  python -m moetrain plan --config configs/16B --gpus 8xH100 gpu.memory=94e9 gpu.price=1.9",
     )
     parser.add_argument("--config", required=True, metavar="PATH", help="YAML file or folder, as for train")
@@ -138,6 +139,9 @@ def _plan(arguments: Sequence[str]) -> None:
     parser.add_argument("--nodes", type=int, metavar="N", help="as many nodes with --gpus each")
     parser.add_argument("--json", action="store_true", help="everything as JSON")
     parser.add_argument("--search", action="store_true", help="the fastest layouts for these GPUs and the global batch")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="run the real step without memory, as one rank of all, and count"
+    )
     parser.add_argument("--fused", action="store_true", help="elementwise work at the cost of fused kernels")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="config keys, and gpu.KEY=NUMBER")
     given = parser.parse_intermixed_args(arguments)
@@ -158,6 +162,15 @@ def _plan(arguments: Sequence[str]) -> None:
     from moetrain.planning.show import show, show_search
 
     gpus = cluster(given.gpus or f"1x{given.fewest}", given.nodes, gpu)
+    if given.dry_run:
+        from moetrain.planning.dry_run import dry_run
+        from moetrain.planning.show import show_dry_run
+
+        if not given.gpus or given.search:
+            parser.error("--dry-run takes --gpus, and neither --fewest nor --search")
+        run = dry_run(config, gpus)
+        _print_json(run.to_json()) if given.json else show_dry_run(run)
+        return
     if given.search:
         show_search(*search(config, gpus))
         return
@@ -166,14 +179,18 @@ def _plan(arguments: Sequence[str]) -> None:
         raise UserError(f"{given.config} does not fit on 8192 {given.fewest} either; try other keys, or --gpus for why")
     mends = [] if plan.fits else changes(plan)
     if given.json:
-        import json
-
         fits = [{"keys": str(each), "gpus": str(each.plan.cluster), **each.plan.to_json()} for each in mends]
-        print(json.dumps(plan.to_json() | {"would_fit": fits}))
+        _print_json(plan.to_json() | {"would_fit": fits})
     else:
         show(plan, mends)
     if not plan.fits:
         sys.exit(1)
+
+
+def _print_json(what: dict[str, Any]) -> None:
+    import json
+
+    print(json.dumps(what))
 
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {

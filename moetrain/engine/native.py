@@ -32,16 +32,18 @@ class NativeEngine:
         loss: DeepSeekLoss,
         *,
         load: Callable[[torch.dtype], DeepSeek] | None = None,
+        fill: Callable[[DeepSeek], None] | None = None,
     ) -> None:
-        stored, computed = dtypes(config.precision, ranks.device)
+        stored, computed = dtypes(config.precision, ranks.target)
         if load is None:
             with torch.device("meta"):
                 model = DeepSeek(config.model).to(stored)
-            model.init_weights(config.seed, device="cpu")
+            if fill is None:
+                model.init_weights(config.seed, device="cpu")
         else:
             model = load(stored)
-        self.model: DeepSeek = model if config.parallel.offload_states else model.to(ranks.device)
-        for module in model.modules():  # parameters come to the device for each use, buffers stay there
+        self.model: DeepSeek = model if config.parallel.offload_states or fill else model.to(ranks.device)
+        for module in () if fill else model.modules():  # parameters come to the device for each use, buffers stay there
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(ranks.device))
         self.model.train()
@@ -55,6 +57,8 @@ class NativeEngine:
             fp8_config=config.fp8,
             experts=config.experts,
         )
+        if fill is not None:
+            fill(self.model)
         self.pipeline = None
         if ranks.pipe is not None:
             self.pipeline = Pipeline(self.model, loss, config.parallel, ranks, dtype=computed, seq_len=length)

@@ -79,7 +79,7 @@ def spread(
             and their gradient hooks have to fire.
         weights_stay: under ``zero``: whether a rank has all weights all the time.
     """
-    stored, computed = dtypes(precision, ranks.device)
+    stored, computed = dtypes(precision, ranks.target)
     applied = [f"precision {precision}: parameters {_name(stored)}, computation {_name(computed)}, router fp32 or more"]
 
     if ranks.pipe is not None:
@@ -88,7 +88,7 @@ def spread(
         sizes = "+".join(str(len(part.layers)) for part in parts)
         applied.append(f"pipeline {config.schedule} over {config.pp} ranks: {config.stages} stages of {sizes} blocks")
 
-    backend = Backend.for_device(ranks.device, computed, experts)
+    backend = Backend.for_device(ranks.target, computed, experts)
     model.use_backend(backend)
     applied.append(backend.describe)
     fp8 = None
@@ -173,7 +173,7 @@ def _dispatcher(
 
 def _fp8(config: Fp8Config, ranks: Ranks, *, keep_weights: bool) -> Fp8:
     return Fp8(
-        products_for(config.products, ranks.device, power_of_two=config.scales == "power_of_two"),
+        products_for(config.products, ranks.target, power_of_two=config.scales == "power_of_two"),
         power_of_two=config.scales == "power_of_two",
         attention_output=config.attention_output,
         keep_weights=keep_weights,

@@ -63,6 +63,7 @@ class Ranks:
         pipe: the pipeline mesh, one dimension: ranks with the same tokens and other parts of the model. None where
             every rank has the whole model.
         ended: which rank has ended with an error, and why; empty while all are there.
+        stands_for: whose implementations and dtypes are chosen, where that is not ``device`` (a dry run).
     """
 
     rank: int
@@ -72,6 +73,12 @@ class Ranks:
     expert_mesh: DeviceMesh | None = None
     pipe: DeviceMesh | None = None
     ended: Callable[[], str] = str
+    stands_for: torch.device | None = None
+
+    @property
+    def target(self) -> torch.device:
+        """The device that implementations and dtypes are chosen for."""
+        return self.stands_for or self.device
 
     @property
     def pp(self) -> int:

@@ -1,4 +1,4 @@
-"""A plan as text."""
+"""A plan, or a dry run, as text."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from moetrain.planning.dry_run import PLANNED, DryRun
 from moetrain.planning.hardware import GIB
 from moetrain.planning.plan import GAPS, RESERVE, Change, Plan
 
@@ -61,6 +62,48 @@ def verdict(plan: Plan) -> str:
     if plan.have:
         return f"fits: {plan.need / GIB:,.1f} of {plan.have / GIB:,.0f} GiB on each GPU, {margin}"
     return f"fits: {plan.host_need / GIB:,.1f} of {plan.host_have / GIB:,.0f} GiB of host memory"
+
+
+def show_dry_run(run: DryRun, console: Console | None = None) -> None:
+    """Counted beside planned: memory of each distinct pipeline rank, and what its window sends."""
+    out = console or Console(highlight=False, width=120)
+    out.print(
+        f"{run.config.name} on {run.cluster}, run dry: a window of {run.micro_batches} micro-batches of "
+        f"{run.config.batch.micro_batch} on each rank"
+    )
+    kinds = list(dict.fromkeys(kind for rank in run.ranks for kind in rank.by))
+    memory = Table(title="GiB at the peak, counted storage by storage", box=box.SIMPLE)
+    memory.add_column("stage ranks" if len(run.ranks) > 1 else "ranks", justify="right")
+    for name in (*kinds, "peak", "planned", "off"):
+        memory.add_column(name, justify="right")
+    for rank in run.ranks:
+        numbers = [rank.by.get(kind, 0) for kind in kinds] + [rank.peak, rank.planned.peak]
+        off = 100 * (rank.planned.peak / rank.peak - 1)
+        memory.add_row(_ranks(rank.alike), *(f"{number / GIB:.2f}" for number in numbers), f"{off:+.2f} %")
+    out.print(memory)
+    traffic = Table(title="GB of the window's collectives, whole tensors: counted / planned", box=box.SIMPLE)
+    sent = [kind for kind in PLANNED if any(any(rank.traffic[kind]) for rank in run.ranks)]
+    traffic.add_column("stage ranks" if len(run.ranks) > 1 else "ranks", justify="right")
+    for name in (*sent, "the rest", "operators"):
+        traffic.add_column(name, justify="right")
+    for rank in run.ranks:
+        pairs = [f"{rank.traffic[kind][0] / 1e9:,.3f} / {rank.traffic[kind][1] / 1e9:,.3f}" for kind in sent]
+        rest = sum(counted for kind, (counted, _) in rank.traffic.items() if kind not in PLANNED)
+        traffic.add_row(_ranks(rank.alike), *pairs, f"{rest / 1e9:.6f}", f"{sum(rank.wire.values()) / 1e9:,.3f}")
+    out.print(traffic)
+    seconds, resident = max(rank.seconds for rank in run.ranks), max(rank.resident for rank in run.ranks)
+    out.print(f"each of {len(run.ranks)} runs took {seconds:.0f} s and {resident / GIB:.1f} GiB here at most")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """0-3, 7"""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def show_search(won: Sequence[Change], lost: Sequence[tuple[str, str]], console: Console | None = None) -> None:

@@ -20,6 +20,7 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, UntypedStorage, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -144,6 +145,13 @@ class Kind:
     imbalance: float = 1.0
     cast: bool = False
     documents: bool = False
+
+    @property
+    def reads_counts(self) -> bool:
+        """Whether the experts' products read their counts on the host."""
+        if self.fp8 is not None:
+            return self.fp8 == "reference"
+        return self.device == "cpu" or self.dtype != torch.bfloat16
 
 
 @lru_cache(maxsize=256)
@@ -337,18 +345,17 @@ class _Standing(Trip):
 class _Travel(AllToAllDispatcher):
     """The all-to-all dispatcher with expected sizes; what it keeps and makes is the real one's, line by line."""
 
+    trip: type[Trip] = _Standing
+
     def __init__(
         self, ranks: int, experts: int, rows_per_token: float, *, wire: Wire | None, imbalance: float, read: bool
     ) -> None:
         self.ranks, self.local, self.layer = ranks, experts // ranks, ""
         self.rows_per_token, self.imbalance, self.read = rows_per_token, imbalance, read
         self.count = lambda kind, sent: None
-        if wire is not None:
-            self.wire = wire
+        self.wire = wire or AsTheyAre()
 
     def send(self, x_TD: Tensor, choice_TK: Tensor, weight_TK: Tensor) -> Any:
-        if not hasattr(self, "wire"):
-            self.wire = AsTheyAre()
         T, K = choice_TK.shape
         G = self.ranks
         rows_out, entries_out = round(T * self.rows_per_token), T * K
@@ -360,7 +367,8 @@ class _Travel(AllToAllDispatcher):
         order_N = rank_TK.flatten().argsort(stable=True)
         entry_N2 = torch.stack([choice_TK.flatten()[order_N] % self.local, place_GT.flatten()[order_N]], 1)
         sizes = choice_TK.new_empty(G, 2)
-        trip = _Standing(
+        self.exchange(sizes, choice_TK.new_empty(G, 2))
+        trip = self.trip(
             self, (_split(rows_in, G), _split(rows_out, G)), (_split(entries_in, G), _split(entries_out, G))
         )
         x_RD, weight_N = Leave.apply(
@@ -368,6 +376,9 @@ class _Travel(AllToAllDispatcher):
         )
         ranks_T = goes_TG.sum(dim=1)
         return Sent(trip, x_RD, weight_N, sizes, token_R.argsort(stable=True), ranks_T.cumsum(0) - ranks_T)
+
+    def exchange(self, sizes_in: Tensor, sizes_out: Tensor) -> None:
+        """Where rows travel, their numbers do before."""
 
     def receive(self, sent: Any) -> Routed:
         x_RD, weight_N = Arrive.apply(sent.x_RD, sent.weight_N, sent.trip)
@@ -385,6 +396,20 @@ class _Travel(AllToAllDispatcher):
             offset_R=entries_R.cumsum(0) - entries_R,
             counts_E=even(N, self.local) if self.read else row_N.new_empty(self.local),
         )
+
+
+class _EvenTravel(_Travel):
+    """The same over a process group."""
+
+    trip = Trip
+
+    def __init__(self, group: dist.ProcessGroup, layer: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__(group.size(), *args, **kwargs)
+        self.group, self.layer = group, layer
+
+    def exchange(self, sizes_in: Tensor, sizes_out: Tensor) -> None:
+        self.count("experts", sizes_out)
+        dist.all_to_all_single(sizes_in, sizes_out, group=self.group)
 
 
 def _split(total: int, parts: int) -> list[int]:
@@ -422,11 +447,9 @@ def _build(config: ModelConfig, kind: Kind) -> DeepSeek:
     attention = REFERENCE.attention if kind.device == "cpu" else FusedAttention()
     if kind.device == "cuda" and kind.dtype == torch.bfloat16:
         experts = triton_experts if kind.experts == "triton" else grouped_mm_experts
-    read = experts is looped_experts
     model.use_backend(Backend(attention, experts, ""))
     if kind.fp8 is not None:
-        read = kind.fp8 == "reference"
-        products = Reference() if read else Triton()
+        products = Reference() if kind.fp8 == "reference" else Triton()
         fp8 = Fp8(
             products,
             power_of_two=kind.power_of_two,
@@ -438,7 +461,7 @@ def _build(config: ModelConfig, kind: Kind) -> DeepSeek:
         if isinstance(module, Gate):
             module.weight = nn.Parameter(module.weight.to(high))
         elif isinstance(module, MoE):
-            module.dispatcher = _dispatcher(config, kind, read)
+            module.dispatcher = even_dispatcher(config, kind)
             if kind.ep > 1:
                 _keep_share(module.experts, kind.ep)
     model.set_in_place_gradients(kind.in_place)
@@ -455,12 +478,16 @@ def _build(config: ModelConfig, kind: Kind) -> DeepSeek:
     return model
 
 
-def _dispatcher(config: ModelConfig, kind: Kind, read: bool) -> Any:
+def even_dispatcher(config: ModelConfig, kind: Kind, *, over: AllToAllDispatcher | None = None) -> Any:
+    """Spreads tokens evenly where routing would have to be read; ``over``: really, with this one's group."""
+    counts: Any = {"imbalance": kind.imbalance, "read": kind.reads_counts}
     if kind.ep == 1:
-        return _Local(config.n_routed_experts, read)
-    wire = Fp8Rows() if kind.fp8 is not None else None
+        return _Local(config.n_routed_experts, kind.reads_counts)
     per_token = rows_per_token(config, kind.ep)
-    return _Travel(kind.ep, config.n_routed_experts, per_token, wire=wire, imbalance=kind.imbalance, read=read)
+    if over is not None:
+        return _EvenTravel(over.group, over.layer, config.n_routed_experts, per_token, wire=over.wire, **counts)
+    wire = Fp8Rows() if kind.fp8 is not None else None
+    return _Travel(kind.ep, config.n_routed_experts, per_token, wire=wire, **counts)
 
 
 def _keep_share(experts: RoutedExperts, ep: int) -> None:

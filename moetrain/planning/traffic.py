@@ -135,7 +135,7 @@ def _experts(layout: Layout, cluster: Cluster, rank: int) -> list[Flow]:
     D, per_token = model.hidden_size, rows_per_token(model, p.ep)
     there = D + -(-D // 128) if config.precision == "fp8" else D * width
     back = D * width
-    rows = tokens * per_token * layout.imbalance
+    rows = round(tokens * per_token) * layout.imbalance
     entries = tokens * model.num_experts_per_tok
     stat = max(4, width)
     # rows there and their gradients back, sums back and their gradients there; weights, places

@@ -217,7 +217,8 @@ def products_for(name: str, device: torch.device, *, power_of_two: bool = False)
     on_gpu = device.type == "cuda"
     if name == "reference" or (name == "auto" and not on_gpu):
         return Reference()
-    major = torch.cuda.get_device_capability(device)[0] if on_gpu else 0
+    asks = on_gpu and name in ("torch", "deep_gemm")
+    major = torch.cuda.get_device_capability(device)[0] if asks else 0
     lacks = ""
     if not on_gpu:
         lacks = "a GPU"
