@@ -58,7 +58,7 @@ class DryRank:
         rank: pipeline rank.
         alike: pipeline ranks that hold as much, this one among them.
         peak, by: bytes counted, and of what (``moetrain.planning.tensors``).
-        planned: what the plan's formula gives for it.
+        planned: what the plan's formula gives for it; None for schedules with split backwards, which it has none for.
         traffic: bytes by kind: counted by the step, and planned.
         wire: bytes by operator, counted from the collectives themselves.
         seconds: that it took here.
@@ -69,7 +69,7 @@ class DryRank:
     alike: tuple[int, ...]
     peak: int
     by: dict[str, int]
-    planned: RankMemory
+    planned: RankMemory | None
     traffic: dict[str, tuple[int, float]]
     wire: dict[str, int]
     seconds: float
@@ -176,7 +176,7 @@ def _one(config: RunConfig, cluster: Cluster, alike: tuple[int, ...]) -> DryRank
         alike=alike,
         peak=peak,
         by=by,
-        planned=rank_memory(layout, alike[0]),
+        planned=None if layout.split else rank_memory(layout, alike[0]),
         traffic={kind: (counted.get(kind, 0), planned.get(kind, 0.0)) for kind in (*PLANNED, *counted)},
         wire=dict(operators.bytes),
         seconds=time.monotonic() - start,

@@ -77,9 +77,11 @@ def show_dry_run(run: DryRun, console: Console | None = None) -> None:
     for name in (*kinds, "peak", "planned", "off"):
         memory.add_column(name, justify="right")
     for rank in run.ranks:
-        numbers = [rank.by.get(kind, 0) for kind in kinds] + [rank.peak, rank.planned.peak]
-        off = 100 * (rank.planned.peak / rank.peak - 1)
-        memory.add_row(_ranks(rank.alike), *(f"{number / GIB:.2f}" for number in numbers), f"{off:+.2f} %")
+        numbers = [f"{size / GIB:.2f}" for size in (*(rank.by.get(kind, 0) for kind in kinds), rank.peak)]
+        planned = ["-", "-"]
+        if rank.planned is not None:
+            planned = [f"{rank.planned.peak / GIB:.2f}", f"{100 * (rank.planned.peak / rank.peak - 1):+.2f} %"]
+        memory.add_row(_ranks(rank.alike), *numbers, *planned)
     out.print(memory)
     traffic = Table(title="GB of the window's collectives, whole tensors: counted / planned", box=box.SIMPLE)
     sent = [kind for kind in PLANNED if any(any(rank.traffic[kind]) for rank in run.ranks)]
