@@ -61,7 +61,7 @@ class DryRank:
         planned: what the plan's formula gives for it; None for schedules with split backwards, which it has none for.
         traffic: bytes by kind: counted by the step, and planned.
         wire: bytes by operator, counted from the collectives themselves.
-        seconds: that it took here.
+        seconds: of a processor that it took here.
         resident: bytes of host memory that it took here.
     """
 
@@ -137,7 +137,7 @@ def _short(config: RunConfig, cluster: Cluster) -> RunConfig:
 
 def _one(config: RunConfig, cluster: Cluster, alike: tuple[int, ...]) -> DryRank:
     """The first data rank of pipeline rank ``alike[0]``."""
-    start = time.monotonic()
+    start = time.process_time()
     layout = Layout(config, cluster.count, "cuda")
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     loss = DeepSeekLoss(config.model)
@@ -179,7 +179,7 @@ def _one(config: RunConfig, cluster: Cluster, alike: tuple[int, ...]) -> DryRank
         planned=None if layout.split else rank_memory(layout, alike[0]),
         traffic={kind: (counted.get(kind, 0), planned.get(kind, 0.0)) for kind in (*PLANNED, *counted)},
         wire=dict(operators.bytes),
-        seconds=time.monotonic() - start,
+        seconds=time.process_time() - start,
         resident=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
 

@@ -94,7 +94,9 @@ def show_dry_run(run: DryRun, console: Console | None = None) -> None:
         traffic.add_row(_ranks(rank.alike), *pairs, f"{rest / 1e9:.6f}", f"{sum(rank.wire.values()) / 1e9:,.3f}")
     out.print(traffic)
     seconds, resident = max(rank.seconds for rank in run.ranks), max(rank.resident for rank in run.ranks)
-    out.print(f"each of {len(run.ranks)} runs took {seconds:.0f} s and {resident / GIB:.1f} GiB here at most")
+    out.print(
+        f"each of {len(run.ranks)} runs took {seconds:.0f} s of one processor and {resident / GIB:.1f} GiB here at most"
+    )
 
 
 def _ranks(ranks: Sequence[int]) -> str:
