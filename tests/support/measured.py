@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from moetrain.accumulate import MoEAccumulator, Window
 from moetrain.config.run import RunConfig
-from moetrain.engine import NativeEngine
+from moetrain.engine import DeepSpeedEngine, Engine, NativeEngine
 from moetrain.model import DeepSeekLoss
 from moetrain.parallel import ep
 from moetrain.parallel.plan import needs_group
@@ -32,13 +32,20 @@ def measured(config: RunConfig, world: int, timeout: float = 240) -> list[dict[s
 def _on_rank(rank: int, world: int, config: RunConfig, folder: str) -> dict[str, Any]:
     p, alone = config.parallel, needs_group(config.precision, config.parallel)
     spread: Any = (None,)
-    if world > 1 or alone:
+    zero = config.engine == "deepspeed"
+    if world > 1 or alone or zero:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-        spread = meshes("cpu", world, dp_replicate=p.dp_replicate, ep=p.ep, pp=p.pp, need_group=alone)
+        spread = meshes("cpu", world, dp_replicate=p.dp_replicate, ep=p.ep, pp=p.pp, need_group=alone or zero)
     ranks = Ranks(rank, world, torch.device("cpu"), *spread)
     layout = Layout(config, world, "cpu")
     loss = DeepSeekLoss(config.model)
-    engine = NativeEngine(config, ranks, loss)
+    everything = TensorMemory()
+    engine: Engine
+    if zero:
+        with everything:  # what DeepSpeed holds, nobody else knows
+            engine = DeepSpeedEngine(config, ranks)
+    else:
+        engine = NativeEngine(config, ranks, loss)
     accumulator = MoEAccumulator(
         engine.model,
         engine.optimizer,
@@ -59,7 +66,7 @@ def _on_rank(rank: int, world: int, config: RunConfig, folder: str) -> dict[str,
             shares.setdefault(dispatcher.layer, []).append(sum(entries[0]) / max(1, sum(entries[1])))
 
     ep.Trip = Watched  # type: ignore[misc]
-    memory = TensorMemory(training_kinds(engine.model, engine.optimizer))
+    memory = everything if zero else TensorMemory(training_kinds(engine.model, engine.optimizer))
     torch.manual_seed(ranks.data_rank)
     count = -(-config.batch.global_batch // ranks.data_world)
     size = min(config.batch.micro_batch, count)
