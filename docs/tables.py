@@ -31,7 +31,10 @@ class Row:
 
 
 def planned(scale: str, row: Row) -> Plan:
-    return make_plan(load_config(ROOT / "configs" / scale, row.keys.split()), cluster(row.gpus))
+    keys = row.keys.split()
+    gpu = dict(key.removeprefix("gpu.").split("=") for key in keys if key.startswith("gpu."))
+    config = load_config(ROOT / "configs" / scale, [key for key in keys if not key.startswith("gpu.")])
+    return make_plan(config, cluster(row.gpus, keys={key: float(value) for key, value in gpu.items()}))
 
 
 # -- configs/*/README.md ----------------------------------------------------------------------------------------------
@@ -39,19 +42,31 @@ def planned(scale: str, row: Row) -> Plan:
 #: of another number of GPUs than the config was written for
 _ANY = "parallel.world_size=null"
 _NATIVE = f"engine=native {_ANY}"
+_LARGE = f"{_NATIVE} optimizer.moments=bf16"
 SCALES: dict[str, tuple[Row, ...]] = {
     "16B": (
         Row("1xH100"),
         Row("1xH200"),
-        Row("8xH100", f"{_NATIVE} parallel.recompute=full parallel.reduce=micro_batch"),
+        Row("1xB200", "engine=native"),
+        Row("8xH100", f"{_NATIVE} batch.micro_batch=4 parallel.reduce=micro_batch"),
     ),
     "236B": (
         Row("4xH100"),
         Row("4xH200"),
+        Row("4xB200", "deepspeed.offload_parameters=none"),
+        Row("4xH200", "deepspeed.offload_optimizer=cpu"),
     ),
     "671B": (
-        Row("8xH100"),
         Row("8xH200"),
+        Row("8xH200", "gpu.host_memory=4.4e12"),
+        Row("8xH200", "batch.micro_batch=2 gpu.host_memory=4.4e12"),
+        Row("8xB200", "batch.micro_batch=4 gpu.host_memory=4.4e12"),
+        Row("32xH200", f"{_ANY} batch.micro_batch=2"),
+        Row("128xH200", f"{_LARGE} parallel.ep=32"),
+        Row("256xH100", f"{_LARGE} parallel.ep=32"),
+        Row("1024xH100", f"{_LARGE} parallel.pp=4 parallel.ep=32 parallel.recompute=selective"),
+        Row("2048xH100", f"{_LARGE} parallel.pp=8 parallel.ep=32 parallel.recompute=selective"),
+        Row("2048xH800", f"{_LARGE} parallel.pp=16 parallel.ep=64 parallel.reduce=window"),
     ),
 }  # fmt: skip
 
@@ -67,11 +82,13 @@ def scale_table(scale: str) -> Iterator[str]:
     for row in SCALES[scale]:
         plan = planned(scale, row)
         keys = f"`{row.keys}`" if row.keys else "none"
-        yield (
-            f"| {plan.cluster} | {keys} | {_of(plan.need, plan.have)} | {_of(plan.host_need, plan.host_have)} "
-            f"| {_of(plan.drive_need, plan.drive_have, 1e12)} | {plan.speed.tokens:,.0f} | {100 * plan.speed.mfu:.1f} % "
-            f"| {plan.days:,.0f} | {verdict(plan)} |"
+        sizes = (
+            _of(plan.need, plan.have),
+            _of(plan.host_need, plan.host_have),
+            _of(plan.drive_need, plan.drive_have, 1e12),
         )
+        speed = f"{plan.speed.tokens:,.0f} | {100 * plan.speed.mfu:.1f} % | {plan.days:,.0f}"
+        yield f"| {plan.cluster} | {keys} | {' | '.join(sizes)} | {speed} | {verdict(plan)} |"
 
 
 def _of(need: int, have: int, unit: float = GIB) -> str:
@@ -91,20 +108,21 @@ def verdict(plan: Plan) -> str:
 
 # -- docs/deepspeed.md ------------------------------------------------------------------------------------------------
 
-#: GPUs of a scale, and the sequences of a GPU in a global batch
-OFFLOAD = {"16B": ("1xH200", 8), "236B": ("4xH200", 8), "671B": ("8xH200", 8)}
+#: GPUs of a scale, with a node's memory where it is another one than such nodes are sold with
+OFFLOAD = {"16B": ("1xH200", ""), "236B": ("4xH200", ""), "671B": ("8xH200", " gpu.host_memory=4.4e12")}
+#: sequences of a GPU in a global batch, and in a micro-batch
+EACH, MICRO = 64, 8
 
 
 def offload_rows(scale: str) -> Iterator[Row]:
-    gpus, each = OFFLOAD[scale]
-    count = cluster(gpus).count
-    batch = f"batch.global_batch={count * each} batch.ramp=null parallel.recompute=full"
+    gpus, memory = OFFLOAD[scale]
+    batch = f"batch.global_batch={cluster(gpus).count * EACH} batch.ramp=null parallel.recompute=full{memory}"
     native = f"engine=native {batch} parallel.reduce=micro_batch"
     for name, keys, size in (
-        ("native", native, each),
-        ("accumulation over 4", native, each // 4),
-        ("ZeRO offload", batch, each),
-        ("both", batch, each // 4),
+        ("native", native, MICRO),
+        ("accumulation over 4", native, MICRO // 4),
+        ("ZeRO offload", batch, MICRO),
+        ("both", batch, MICRO // 4),
     ):
         yield Row(gpus, f"{keys} batch.micro_batch={size}", name)
 

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import os
 import shutil
-import time
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,7 +123,7 @@ def _ask_plan(config: RunConfig, path: Path | None, machine: Machine, size: Stat
         machine.gpu_bytes if device == "cuda" else machine.host_bytes
     ):
         return  # a plan costs seconds, which a small run would notice
-    from moetrain.planning.plan import changes, make_plan
+    from moetrain.planning.plan import make_plan, nearest
     from moetrain.planning.show import verdict
 
     kind = TABLE["H100" if device == "cuda" else "CPU"]  # its speed orders the changes; its memory is the machine's
@@ -131,7 +131,7 @@ def _ask_plan(config: RunConfig, path: Path | None, machine: Machine, size: Stat
         kind,
         memory=machine.gpu_bytes,
         host_memory=machine.host_bytes,
-        drives=math.inf if machine.drive_bytes is None else machine.drive_bytes,
+        drives=sys.maxsize if machine.drive_bytes is None else machine.drive_bytes,
         fp8=kind.fp8 if machine.fp8 else 0.0,
         per_node=machine.local_ranks,
     )
@@ -141,8 +141,8 @@ def _ask_plan(config: RunConfig, path: Path | None, machine: Machine, size: Stat
         return  # no plan covers this layout yet; the lower bound has to do
     if plan.fits:
         return
-    found = changes(plan, most=1, until=time.monotonic() + PATIENCE, same_step=True, more_gpus=False)
-    mend = f"; add {found[0]} to the command" if found else _instead(path, only_gpus=False)
+    found = nearest(plan, PATIENCE)
+    mend = f"; add {found} to the command" if found else _instead(path, only_gpus=False)
     raise UserError(f"{path or config.name} {verdict(plan)}{mend}, or --force to try it anyway")
 
 

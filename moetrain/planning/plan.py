@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -191,40 +190,43 @@ def _single_changes(config: RunConfig, cluster: Cluster) -> Iterator[tuple[str, 
         yield "engine", {"engine": "native", "parallel__offload_states": True}
 
 
-def changes(
-    plan: Plan, *, most: int = 3, until: float = math.inf, same_step: bool = False, more_gpus: bool = True
-) -> list[Change]:
-    """The changes that make it fit, by the time they lose: one key, else two, else more GPUs.
-
-    ``until``: of the monotonic clock, when looking ends with what has been found. ``same_step`` leaves out changes
-    after which a step computes in other formats.
-    """
+def changes(plan: Plan, *, most: int = 3) -> list[Change]:
+    """The changes that make it fit, by the time they lose: one key, else two, else more GPUs."""
     config, cluster = plan.config, plan.cluster
-    single = [
-        (lever, keys) for lever, keys in _single_changes(config, cluster) if not (same_step and lever in OTHER_STEP)
-    ]
-    found = []
-    for _, keys in single:
-        if time.monotonic() < until and (change := _fitting(config, cluster, keys)):
-            found.append(change)
+    single = list(_single_changes(config, cluster))
+    found = [change for _, keys in single if (change := _fitting(config, cluster, keys))]
     if len(found) < most:
-        for i, (lever, keys) in enumerate(single):
-            for other, more in single[i + 1 :]:
-                if other == lever or time.monotonic() >= until:
-                    continue
-                if change := _fitting(config, cluster, keys | more):
-                    found.append(change)
+        found += [change for keys in _pairs(single) if (change := _fitting(config, cluster, keys))]
     found.sort(key=lambda change: (change.plan.speed.step, len(change.keys)))
-    if len(found) < most and more_gpus:
+    if len(found) < most:
         count = cluster.count * 2
-        while count <= 4096 and time.monotonic() < until:
-            more_of_them = dataclasses.replace(cluster, count=count)
+        while count <= 4096:
+            more_gpus = dataclasses.replace(cluster, count=count)
             keys = {"parallel__recompute": "full"} if config.parallel.recompute == "none" else {}
-            if change := _fitting(config, more_of_them, keys):
+            if change := _fitting(config, more_gpus, keys):
                 found.append(change)
                 break
             count *= 2
     return found[:most]
+
+
+def nearest(plan: Plan, seconds: float) -> Change | None:
+    """The first change found that makes it fit on these GPUs, numbers and formats as they are; None where
+    there is none, or after ``seconds``."""
+    until = time.monotonic() + seconds
+    single = [pair for pair in _single_changes(plan.config, plan.cluster) if pair[0] not in OTHER_STEP]
+    for keys in (*(keys for _, keys in single), *_pairs(single)):
+        if time.monotonic() >= until:
+            break
+        if change := _fitting(plan.config, plan.cluster, keys):
+            return change
+    return None
+
+
+def _pairs(single: list[tuple[str, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """Keys of two levers."""
+    for i, (lever, keys) in enumerate(single):
+        yield from (keys | more for other, more in single[i + 1 :] if other != lever)
 
 
 def _fitting(config: RunConfig, cluster: Cluster, keys: dict[str, Any]) -> Change | None:
@@ -235,7 +237,16 @@ def _fitting(config: RunConfig, cluster: Cluster, keys: dict[str, Any]) -> Chang
         plan = make_plan(other, cluster)
     except UserError:
         return None
-    return Change(keys, plan) if plan.fits else None
+    raw = config.model_dump()
+    new = {key: value for key, value in keys.items() if _at(raw, key) != value}
+    return Change(new, plan) if plan.fits else None
+
+
+def _at(raw: dict[str, Any], key: str) -> Any:
+    value: Any = raw
+    for part in key.split("__"):
+        value = value[part]
+    return value
 
 
 def search(config: RunConfig, cluster: Cluster) -> tuple[list[Change], list[tuple[str, str]]]:
