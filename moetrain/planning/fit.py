@@ -81,6 +81,9 @@ def check(config: RunConfig, path: Path | None = None, machine: Machine | None =
         lacks.append("GPUs that compute in FP8 (here: older ones)")
     if host > machine.host_bytes and not force:
         lacks.append(f"{_gib(host)} of host memory for {_KEPT} (here: {_gib(machine.host_bytes)})")
+    if machine.drive_bytes is not None and size.drive * here > machine.drive_bytes and not force:
+        drive = f"{_gib(size.drive * here)} on the drive of deepspeed.nvme_path"
+        lacks.append(f"{drive} for what is offloaded (here: {_gib(machine.drive_bytes)} free)")
     if lacks:
         mend = _instead(path, only_gpus=no_gpus and len(lacks) == 1)
         raise UserError(f"{name} needs {' and '.join(lacks)}{_not_yet(config)}{mend}")
