@@ -2,6 +2,7 @@
 #   make smoke      a small DeepSeek-V3 learns real text, within five minutes including the set-up
 #   make test       the quick tests          make test-all   the slow ones too
 #   make check      linter, formatter, types
+#   make tables     the plan's tables in configs/*/README.md and docs/deepspeed.md
 #   make bench      step time and memory against transformers; cost of the accumulation core
 #   make gpu        tests that need a CUDA device, and each kernel's speed there
 # On a machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves the CUDA build of torch.
@@ -11,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: smoke test test-all check bench gpu clean
+.PHONY: smoke test test-all check tables bench gpu clean
 
 smoke: $(STAMP)
 	$(BIN)/python -m moetrain --config configs/671B/smoke.yaml
@@ -30,6 +31,9 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+tables: $(STAMP)
+	$(BIN)/python docs/tables.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/step.py --shapes tiny small wide-experts

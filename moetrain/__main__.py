@@ -62,9 +62,10 @@ def _train(arguments: Sequence[str]) -> None:
         metavar="key=value",
         help="replaces one key of the file, value in YAML: optimizer.lr=3e-4 model.num_hidden_layers=4",
     )
+    parser.add_argument("--force", action="store_true", help="start even where the plan says that memory is missing")
     given = parser.parse_intermixed_args(arguments)
     path = Path(given.config)
-    moetrain.train(moetrain.load_config(path, given.overrides), path)
+    moetrain.train(moetrain.load_config(path, given.overrides), path, force=given.force)
 
 
 def _tokenize(arguments: Sequence[str]) -> None:

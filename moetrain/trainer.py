@@ -58,16 +58,16 @@ class Result:
     last: dict[str, float]
 
 
-def train(config: RunConfig, path: Path | None = None) -> Result:
+def train(config: RunConfig, path: Path | None = None, *, force: bool = False) -> Result:
     """Trains as ``config`` says, on the processes that ``torchrun`` started (one without it).
 
     ``path`` is the file that the config came from, for sentences. Continues from the newest whole checkpoint in
-    ``run_dir`` unless ``checkpoint.resume`` is ``never``.
+    ``run_dir`` unless ``checkpoint.resume`` is ``never``. ``force`` starts it whatever the plan says of memory.
 
     Raises:
         UserError: data, checkpoint or machine do not fit the config; one sentence with the mend.
     """
-    fit.check(config, path)
+    fit.check(config, path, force=force)
     refuse_unsupported(config)
     with started(
         config.device,

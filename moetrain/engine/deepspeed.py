@@ -380,8 +380,10 @@ def _partition(
                 setattr(module, key, filled)
             if computed != p.dtype:
                 each = -(-p.numel() // ranks.data_world)
-                part = getattr(module, key).detach().flatten()[each * ranks.data_rank : each * (ranks.data_rank + 1)]
+                full = getattr(module, key)
+                part = full.detach().flatten()[each * ranks.data_rank : each * (ranks.data_rank + 1)]
                 parts[name] = part.clone()
+                full.data = full.data.to(computed)  # zero.Init casts what it makes itself, not what it is given
         shards._convert_to_zero_parameters(module.parameters(recurse=False))
     return parts
 

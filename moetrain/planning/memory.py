@@ -21,8 +21,8 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType
 
 from moetrain.config.run import SINGLE
 from moetrain.engine.pipeline import SCHEDULES
-from moetrain.planning.fit import rank_states
 from moetrain.planning.layout import Layout, Parameter
+from moetrain.planning.states import rank_states
 from moetrain.planning.trace import Mark, Piece, Pieces, Place, Stretch, pieces
 
 ROOT: Place = ("root", "root")
@@ -40,12 +40,14 @@ class RankMemory:
             ``gathered`` (weights in the dtype of the computation), ``unsharded gradients``, ``activations``,
             ``buffers`` (of reductions and pipeline stages), ``data`` (tokens and routing statistics).
         host: bytes kept in host memory.
+        drive: bytes kept on the node's drive.
     """
 
     rank: int
     peak: int
     by: dict[str, int]
     host: int
+    drive: int = 0
 
 
 class _Bytes:
@@ -564,4 +566,4 @@ def _deepspeed(layout: Layout, rank: int) -> RankMemory:
         own = sum(p.numel for ps in window.parameters.values() for p in ps)
         passing["activations"] = max(0, passing.get("activations", 0) - own * layout.dtypes[1].itemsize)
     by = {"states": states.device, **passing}
-    return RankMemory(rank, sum(by.values()), {k: v for k, v in by.items() if v}, states.host)
+    return RankMemory(rank, sum(by.values()), {k: v for k, v in by.items() if v}, states.host, states.drive)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from moetrain.planning.speed import Speed, speed
 #: of tensors, for the allocator's gaps, and bytes for CUDA's context, NCCL's buffers and libraries' workspaces: both
 #: are assumptions, as tests/gpu has not measured them yet
 GAPS, RESERVE = 0.04, 2 * GIB
+#: bytes of host memory that a process with a GPU takes for itself (CUDA's libraries, Python, data): an assumption
+PROCESS = 4 * GIB
 #: a rank's entries over the mean, at its fullest moment: auxiliary-loss-free balancing keeps the busiest expert within
 #: 4 % of the mean over all batches (MaxVio_global, arXiv 2408.15664), a single micro-batch less so; an assumption
 IMBALANCE = 1.1
@@ -26,7 +29,7 @@ IMBALANCE = 1.1
 @dataclass(frozen=True)
 class Plan:
     """``ranks``: memory of each pipeline rank; ``need`` and ``have`` bytes of the fullest GPU, margins included;
-    ``host_need`` and ``host_have`` of a node."""
+    ``host_need`` and ``host_have`` of a node's memory, ``drive_need`` and ``drive_have`` of its drives."""
 
     name: str
     cluster: Cluster
@@ -38,10 +41,17 @@ class Plan:
     have: int
     host_need: int
     host_have: int
+    drive_need: int
+    drive_have: int
 
     @property
     def fits(self) -> bool:
-        return self.need <= self.have and self.host_need <= self.host_have
+        return self.lacks <= 0
+
+    @property
+    def lacks(self) -> int:
+        """Bytes: the most that is missing anywhere, negative where something is left everywhere."""
+        return max(self.need - self.have, self.host_need - self.host_have, self.drive_need - self.drive_have)
 
     @property
     def days(self) -> float:
@@ -60,7 +70,14 @@ class Plan:
             "gpus": str(self.cluster),
             "hardware": dataclasses.asdict(self.cluster.hardware),
             "fits": self.fits,
-            "bytes": {"need": self.need, "have": self.have, "host_need": self.host_need, "host_have": self.host_have},
+            "bytes": {
+                "need": self.need,
+                "have": self.have,
+                "host_need": self.host_need,
+                "host_have": self.host_have,
+                "drive_need": self.drive_need,
+                "drive_have": self.drive_have,
+            },
             "ranks": [dataclasses.asdict(rank) for rank in self.ranks],
             "micro_batches": self.slots,
             "seconds": {"step": self.speed.step, **self.speed.by},
@@ -85,7 +102,7 @@ def make_plan(config: RunConfig, cluster: Cluster, *, imbalance: float = IMBALAN
     ranks = tuple(rank_memory(layout, rank) for rank in range(config.parallel.pp))
     worst = max(rank.peak for rank in ranks)
     hw, on_gpu = cluster.hardware, cluster.device == "cuda"
-    host = max(rank.host for rank in ranks) * cluster.here
+    host = (max(rank.host for rank in ranks) + PROCESS) * cluster.here
     need = round(worst * (1 + GAPS)) + RESERVE if on_gpu else 0
     return Plan(
         name=config.name,
@@ -98,6 +115,8 @@ def make_plan(config: RunConfig, cluster: Cluster, *, imbalance: float = IMBALAN
         have=round(hw.memory) if on_gpu else 0,
         host_need=host if on_gpu else worst * cluster.here,
         host_have=round(hw.host_memory),
+        drive_need=max(rank.drive for rank in ranks) * cluster.here,
+        drive_have=round(hw.drives),
     )
 
 
@@ -134,9 +153,13 @@ def _yaml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+#: levers that change the numbers a step computes with
+OTHER_STEP = ("moments", "precision")
+
+
 def _single_changes(config: RunConfig, cluster: Cluster) -> Iterator[tuple[str, dict[str, Any]]]:
     """Name of the lever, and the keys; cheap ones first."""
-    p, native = config.parallel, config.engine == "native"
+    p, native, zero = config.parallel, config.engine == "native", config.deepspeed
     for recompute in ("selective", "full"):
         if p.recompute != recompute and p.recompute != "full":
             yield "recompute", {"parallel__recompute": recompute}
@@ -146,7 +169,7 @@ def _single_changes(config: RunConfig, cluster: Cluster) -> Iterator[tuple[str, 
         size //= 2
     if config.optimizer.moments == "fp32":
         yield "moments", {"optimizer__moments": "bf16"}
-    if p.reduce == "window":
+    if native and p.reduce == "window":
         yield "reduce", {"parallel__reduce": "micro_batch"}
     if config.precision == "bf16" and cluster.hardware.fp8:
         yield "precision", {"precision": "fp8"}
@@ -156,6 +179,13 @@ def _single_changes(config: RunConfig, cluster: Cluster) -> Iterator[tuple[str, 
     if native and not p.offload_states:
         yield "offload_states", {"parallel__offload_states": True}
     if not native:
+        if zero.zero_stage < 3:
+            yield "engine", {"deepspeed__zero_stage": 3}
+        if zero.offload_optimizer == "none":
+            yield "engine", {"deepspeed__zero_stage": 3, "deepspeed__offload_optimizer": "cpu"}
+        if zero.offload_parameters == "none":
+            keys = {"deepspeed__zero_stage": 3, "deepspeed__offload_optimizer": "cpu"}
+            yield "engine", keys | {"deepspeed__offload_parameters": "cpu"}
         yield "engine", {"engine": "native"}
         yield "engine", {"engine": "native", "parallel__offload_states": True}
 
@@ -166,22 +196,37 @@ def changes(plan: Plan, *, most: int = 3) -> list[Change]:
     single = list(_single_changes(config, cluster))
     found = [change for _, keys in single if (change := _fitting(config, cluster, keys))]
     if len(found) < most:
-        for i, (lever, keys) in enumerate(single):
-            for other, more in single[i + 1 :]:
-                if other != lever and (change := _fitting(config, cluster, keys | more)):
-                    found.append(change)
+        found += [change for keys in _pairs(single) if (change := _fitting(config, cluster, keys))]
     found.sort(key=lambda change: (change.plan.speed.step, len(change.keys)))
     if len(found) < most:
         count = cluster.count * 2
-        while count <= 4096 and len(found) < most:
+        while count <= 4096:
             more_gpus = dataclasses.replace(cluster, count=count)
-            if change := _fitting(
-                config, more_gpus, {"parallel__recompute": "full"} if config.parallel.recompute == "none" else {}
-            ):
+            keys = {"parallel__recompute": "full"} if config.parallel.recompute == "none" else {}
+            if change := _fitting(config, more_gpus, keys):
                 found.append(change)
                 break
             count *= 2
     return found[:most]
+
+
+def nearest(plan: Plan, seconds: float) -> Change | None:
+    """The first change found that makes it fit on these GPUs, numbers and formats as they are; None where
+    there is none, or after ``seconds``."""
+    until = time.monotonic() + seconds
+    single = [pair for pair in _single_changes(plan.config, plan.cluster) if pair[0] not in OTHER_STEP]
+    for keys in (*(keys for _, keys in single), *_pairs(single)):
+        if time.monotonic() >= until:
+            break
+        if change := _fitting(plan.config, plan.cluster, keys):
+            return change
+    return None
+
+
+def _pairs(single: list[tuple[str, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """Keys of two levers."""
+    for i, (lever, keys) in enumerate(single):
+        yield from (keys | more for other, more in single[i + 1 :] if other != lever)
 
 
 def _fitting(config: RunConfig, cluster: Cluster, keys: dict[str, Any]) -> Change | None:
@@ -192,7 +237,16 @@ def _fitting(config: RunConfig, cluster: Cluster, keys: dict[str, Any]) -> Chang
         plan = make_plan(other, cluster)
     except UserError:
         return None
-    return Change(keys, plan) if plan.fits else None
+    raw = config.model_dump()
+    new = {key: value for key, value in keys.items() if _at(raw, key) != value}
+    return Change(new, plan) if plan.fits else None
+
+
+def _at(raw: dict[str, Any], key: str) -> Any:
+    value: Any = raw
+    for part in key.split("__"):
+        value = value[part]
+    return value
 
 
 def search(config: RunConfig, cluster: Cluster) -> tuple[list[Change], list[tuple[str, str]]]:
@@ -226,8 +280,7 @@ def search(config: RunConfig, cluster: Cluster) -> tuple[list[Change], list[tupl
                                 if plan.fits:
                                     won.append(change)
                                 else:
-                                    over = max(plan.need - plan.have, plan.host_need - plan.host_have)
-                                    lost.append((str(change), f"lacks {over / GIB:,.0f} GiB"))
+                                    lost.append((str(change), f"lacks {plan.lacks / GIB:,.0f} GiB"))
     won.sort(key=lambda change: change.plan.speed.step)
     return won, lost
 

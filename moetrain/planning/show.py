@@ -19,10 +19,11 @@ def show(plan: Plan, mends: Sequence[Change] = (), console: Console | None = Non
     kinds = list(dict.fromkeys(kind for rank in plan.ranks for kind in rank.by))
     memory = Table(title=f"{plan.name} on {plan.cluster}: GiB at each rank's peak", box=box.SIMPLE)
     memory.add_column("stage rank" if len(plan.ranks) > 1 else "rank", justify="right")
-    for name in (*kinds, "peak", "host"):
+    elsewhere = ["drive"] if any(rank.drive for rank in plan.ranks) else []
+    for name in (*kinds, "peak", "host", *elsewhere):
         memory.add_column(name, justify="right")
     for rank in plan.ranks:
-        numbers = [rank.by.get(kind, 0) for kind in kinds] + [rank.peak, rank.host]
+        numbers = [rank.by.get(kind, 0) for kind in kinds] + [rank.peak, rank.host] + [rank.drive] * len(elsewhere)
         memory.add_row(str(rank.rank), *(f"{number / GIB:.1f}" for number in numbers))
     out.print(memory)
     speed = plan.speed
@@ -57,6 +58,8 @@ def verdict(plan: Plan) -> str:
         lacks.append(
             f"each node needs {plan.host_need / GIB:,.0f} GiB of host memory and has {plan.host_have / GIB:,.0f}"
         )
+    if plan.drive_need > plan.drive_have:
+        lacks.append(f"each node needs {plan.drive_need / 1e12:.1f} TB on drives and has {plan.drive_have / 1e12:.1f}")
     if lacks:
         return f"does not fit: {'; '.join(lacks)}"
     if plan.have:

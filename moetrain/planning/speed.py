@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from moetrain.config.model import ModelConfig
 from moetrain.model.flops import flops_per_token, parameter_counts
-from moetrain.planning.fit import rank_states
 from moetrain.planning.hardware import Cluster
 from moetrain.planning.layout import Layout
+from moetrain.planning.states import rank_states
 from moetrain.planning.trace import Piece, pieces
 from moetrain.planning.traffic import Flow, traffic
 
@@ -176,7 +176,7 @@ def _of_rank(layout: Layout, cluster: Cluster, rank: int, fused: bool) -> Speed:
     by |= {f"waiting for {kind}": seconds for kind, seconds in exposed.items() if seconds}
 
     by["bubble"] = _bubble(layout, forward, backward, weights)
-    by["optimizer"], by["host"] = _optimizer(layout, cluster, rank)
+    by["optimizer"], by["host"], by["drive"] = _optimizer(layout, cluster, rank)
     step = sum(by.values())
     each = config.batch.global_batch * T / step / cluster.count
     mfu = flops_per_token(model, T) * each / (hw.bf16 if cluster.device != "cpu" else CPU_FP32)
@@ -201,31 +201,39 @@ def _bubble(layout: Layout, forward: float, backward: float, weights: float) -> 
             return max(0.0, (n - 1) * (F + B + B - 3 * W) / each)
 
 
-def _optimizer(layout: Layout, cluster: Cluster, rank: int) -> tuple[float, float]:
-    """Seconds of the optimizer's step, and of what travels between device and host in a window."""
+def _optimizer(layout: Layout, cluster: Cluster, rank: int) -> tuple[float, float, float]:
+    """Seconds of the optimizer's step, of what travels between device and host in a window, and of what a drive reads
+    and writes."""
     config, p, hw = layout.config, layout.config.parallel, cluster.hardware
     stored = layout.dtypes[0].itemsize
     moment = 2 if config.optimizer.moments == "bf16" else stored
     own = sum(q.shard(layout.ranks_of(place)) for place, ps in layout.groups(rank).items() for q in ps)
     touched = own * (2 * stored + 2 * stored + 4 * moment)  # weights and moments read and written, gradients read twice
     on_host = p.offload_states
-    travels = 0.0
+    travels = driven = 0.0
     K = layout.slots
     if config.engine == "native" and on_host:
         times = K * (2 if p.reshard_after_forward else 1)
         reduced = K if p.reduce == "micro_batch" else 1
         travels = own * stored * (times + reduced)
     if config.engine == "deepspeed":
-        states = rank_states(config, layout.world)
-        on_host = config.deepspeed.offload_optimizer != "none"
+        zero, states = config.deepspeed, rank_states(config, layout.world)
+        on_host = zero.offload_optimizer != "none"
         numbers = sum(q.numel for ps in layout.groups(rank).values() for q in ps) / layout.world
-        if config.deepspeed.offload_parameters != "none":
-            travels += numbers * 2 * 2 * K
+        used = numbers * 2 * 2 * K  # weights, forward and backward
+        if zero.offload_parameters != "none":
+            travels += used
+        if zero.offload_parameters == "nvme":
+            driven += used
         if on_host:
-            travels += numbers * 2 * K + numbers * 2
-        touched = states.host + states.device if on_host else touched
+            sums = 4 if zero.zero_stage == 3 else 2
+            travels += numbers * (2 * K - 1) * sums + numbers * 2  # added up on the device, back and forth; new weights
+            touched = states.host + states.device
+        if zero.offload_optimizer == "nvme":
+            driven += 2 * (states.drive - (numbers * 2 if zero.offload_parameters == "nvme" else 0))
     rate = hw.memory_bandwidth * MEMORY
     if on_host and cluster.device == "cuda":
         rate = hw.host_bandwidth * MEMORY / cluster.here
-    # on the way while blocks compute, but for what the link takes longer
-    return touched / rate, travels / (hw.host_link * LINKS) if cluster.device == "cuda" else 0.0
+    # nothing of it is taken to hide behind compute: DeepSpeed waits for each sum, a drive for each part of the states
+    link = travels / (hw.host_link * LINKS) if cluster.device == "cuda" else 0.0
+    return touched / rate, link, driven * cluster.here / hw.drive_bandwidth

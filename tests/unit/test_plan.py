@@ -19,7 +19,8 @@ from moetrain.planning.traffic import traffic
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
-V3 = ["engine=native", "parallel.world_size=null", "parallel.pp=16", "parallel.ep=64", "parallel.reduce=window"]
+V3 = ["engine=native", "parallel.world_size=null", "parallel.pp=16", "parallel.ep=64", "parallel.reduce=window",
+      "optimizer.moments=bf16"]  # fmt: skip
 
 
 def test_v3_fits_on_its_own_cluster_at_the_speed_of_its_report():
