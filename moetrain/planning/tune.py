@@ -86,7 +86,11 @@ class Trial:
 
     @property
     def keys(self) -> list[str]:
-        return [f"batch.micro_batch={self.size}", f"parallel.recompute={self.recompute}"]
+        return _keys(self.size, self.recompute)
+
+
+def _keys(size: int, recompute: str) -> list[str]:
+    return [f"batch.micro_batch={size}", f"parallel.recompute={recompute}"]
 
 
 def best(trials: Sequence[Trial]) -> Trial | None:
@@ -191,14 +195,13 @@ class Tuner:
         config = self._config(size, recompute)
         slots = -(-self.share // size)
         windows = self._windows(config, slots)
-        keys = [f"batch.micro_batch={size}", f"parallel.recompute={recompute}"]
         with self.out.status(name) if self.out.is_terminal else nullcontext() as status:
 
             def reached(what: str) -> None:
                 if status is not None:
                     status.update(f"{name}: {what}")
 
-            outcome = self.runner.run([*self.overrides, *keys], windows, reached)
+            outcome = self.runner.run([*self.overrides, *_keys(size, recompute)], windows, reached)
         tokens = 0.0
         if isinstance(outcome, Measured):
             whole = config.batch.global_batch * config.data.seq_len
@@ -216,8 +219,7 @@ class Tuner:
         return f"{what}, {trial.tokens:,.0f} tokens/s"
 
     def _config(self, size: int, recompute: str) -> RunConfig:
-        keys = [f"batch.micro_batch={size}", f"parallel.recompute={recompute}"]
-        return load_config(self.path, [*self.overrides, *keys])
+        return load_config(self.path, [*self.overrides, *_keys(size, recompute)])
 
     def _windows(self, config: RunConfig, slots: int) -> list[int]:
         """Lengths of the trial's windows: the whole one where memory grows with it or it is short."""

@@ -1,0 +1,130 @@
+"""``tune`` finds the micro-batch that trial by hand finds: whole runs, size by size, under the shell's ``ulimit``."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moetrain import load_config
+from moetrain.config import RunConfig
+from tests.support.runs import ROOT, environment, overrides
+
+pytestmark = pytest.mark.dist
+SMOKE = ROOT / "configs" / "671B" / "smoke.yaml"
+MIB = 2**20
+
+
+def keys(folder: Path, *more: str) -> list[str]:
+    """Long sequences in a small model: what a micro-batch needs is large beside what the program does."""
+    return overrides("671B", folder, "data.seq_len=1024", "steps=2", "checkpoint.resume=never", *more)
+
+
+def by_hand(folder: Path, limit: int, *more: str, processes: int = 1) -> bool:
+    """Whether a whole run survives; a run that does not has to say that it lacks memory."""
+    launch = ["torch.distributed.run", "--nproc_per_node", str(processes), "-m"] if processes > 1 else []
+    command = [sys.executable, "-m", *launch, "moetrain", "--config", str(SMOKE), *keys(folder, *more)]
+    limited = f"ulimit -d {limit // 1024}; exec {shlex.join(command)}"
+    ran = subprocess.run(["sh", "-c", limited], env=environment(), capture_output=True, text=True, timeout=110)
+    assert ran.returncode == 0 or "can't allocate memory" in ran.stderr, ran.stderr
+    return ran.returncode == 0
+
+
+def tune(folder: Path, limit: int, *more: str, options: tuple[str, ...] = ()) -> tuple[RunConfig, str]:
+    command = [sys.executable, "-m", "moetrain", "tune", "--config", str(SMOKE), "--memory", str(limit), *options]
+    command += ["--out", str(folder / "tuned.yaml"), *keys(folder, *more)]
+    ran = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr + ran.stdout
+    return load_config(folder / "tuned.yaml"), ran.stdout
+
+
+def largest(said: str, recompute: str) -> int:
+    """Of what fits, from the lines of the trials."""
+    lines = [line for line in said.splitlines() if line.startswith("trial ") and f"recompute={recompute}:" in line]
+    return max(int(line.split("micro_batch=")[1].split()[0]) for line in lines if "does not fit" not in line)
+
+
+def survivors(sizes: range, check) -> dict[int, bool]:
+    """Two at a time: what is compared is memory, not speed."""
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(sizes, pool.map(check, sizes), strict=True))
+
+
+def micro_batches(share: int, size: int) -> int:
+    return -(-share // size)
+
+
+def test_tune_finds_what_trial_by_hand_finds(tmp_path):
+    """Fewest micro-batches by hand, and the smallest size that gives so few."""
+    limit, batch = 450 * MIB, "batch={global_batch: 4, micro_batch: 1}"
+    found = survivors(
+        range(1, 5), lambda size: by_hand(tmp_path / str(size), limit, batch, f"batch.micro_batch={size}")
+    )
+    assert found[1] and not found[4], "the limit has to lie in between, or nothing is shown"
+    fewest = min(micro_batches(4, size) for size, survived in found.items() if survived)
+    config, said = tune(tmp_path, limit, batch, options=("--recompute", "none", "--steps", "1"))
+    assert largest(said, "none") == min(size for size in found if micro_batches(4, size) == fewest)
+    assert found[config.batch.micro_batch] and config.batch.global_batch == 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_with_two_processes_too(tmp_path):
+    """Experts over both; 8 sequences are 4 a rank."""
+    limit, more = 450 * MIB, ("batch={global_batch: 8, micro_batch: 1}", "parallel.ep=2")
+    found = {
+        size: by_hand(tmp_path / str(size), limit, *more, f"batch.micro_batch={size}", processes=2)
+        for size in range(1, 5)
+    }
+    assert found[1] and not found[4]
+    fewest = min(micro_batches(4, size) for size, survived in found.items() if survived)
+    _, said = tune(tmp_path, limit, *more, options=("--recompute", "none", "--steps", "1", "--processes", "2"))
+    assert largest(said, "none") == min(size for size in found if micro_batches(4, size) == fewest)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_with_each_kind_of_recompute(tmp_path):
+    limit, batch = 450 * MIB, "batch={global_batch: 8, micro_batch: 1}"
+    _, said = tune(tmp_path, limit, batch, options=("--steps", "1"))
+    for recompute in ("none", "selective", "full"):
+        keys = (batch, f"parallel.recompute={recompute}")
+        found = survivors(
+            range(1, 9),
+            lambda size, keys=keys: by_hand(tmp_path / f"{size}", limit, *keys, f"batch.micro_batch={size}"),
+        )
+        assert found[1] and not all(found.values())
+        fewest = min(micro_batches(8, size) for size, survived in found.items() if survived)
+        assert largest(said, recompute) == min(size for size in found if micro_batches(8, size) == fewest)
+
+
+def test_what_fits_nowhere_and_what_is_wrong_ends_in_a_sentence(tmp_path):
+    command = [sys.executable, "-m", "moetrain", "tune", "--config", str(SMOKE), "--out", str(tmp_path / "t.yaml")]
+    for more, sentence in (
+        (["--memory", "150MiB", "--recompute", "none"], "does not fit here, not even with batch.micro_batch=1"),
+        (["init_from=/nowhere", "--recompute", "none"], "/nowhere"),
+        (["--recompute", "some"], "--recompute: there is none, selective, full, and no 'some'"),
+    ):
+        ran = subprocess.run([*command, *more], env=environment(), capture_output=True, text=True, timeout=100)
+        assert ran.returncode == 2 and sentence in ran.stderr and ran.stderr.count("\n") == 1, ran.stderr
+    assert not (tmp_path / "t.yaml").exists()
+
+
+def test_ctrl_c_leaves_the_best_so_far_and_no_process(tmp_path):
+    command = [sys.executable, "-u", "-m", "moetrain", "tune", "--config", str(SMOKE), "--steps", "1"]
+    command += ["--out", str(tmp_path / "tuned.yaml"), *keys(tmp_path)]
+    tuning = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert tuning.stdout is not None
+    for line in tuning.stdout:
+        if line.startswith("trial 1: "):
+            break
+    os.kill(tuning.pid, signal.SIGINT)
+    said, complaints = tuning.communicate(timeout=60)
+    assert tuning.returncode == 130 and complaints == "moetrain: interrupted\n", complaints
+    assert "proposed: micro_batch=1" in said
+    assert load_config(tmp_path / "tuned.yaml").batch.micro_batch == 1
