@@ -198,19 +198,26 @@ def _tune(arguments: Sequence[str]) -> None:
     for name in ("processes", "steps", "timeout"):
         if (number := getattr(given, name)) is not None and number <= 0:
             parser.error(f"--{name} must be more than 0, not {number}")
+    recomputes = ("none", "selective", "full") if given.recompute is None else given.recompute.split(",")
+    for name in recomputes:
+        if name not in ("none", "selective", "full"):
+            parser.error(f"--recompute: there is none, selective, full, and no {name!r}")
     moetrain.load_config(Path(given.config), given.overrides)  # a mistake is answered before torch is there
 
-    from moetrain.planning.tune import RECOMPUTES, parse_size, tune
+    from moetrain.config.values import bytes_of
 
-    recomputes = given.recompute.split(",") if given.recompute else RECOMPUTES
-    for name in recomputes:
-        if name not in RECOMPUTES:
-            parser.error(f"--recompute: there is {', '.join(RECOMPUTES)}, and no {name!r}")
+    try:
+        limit = None if given.memory is None else bytes_of(given.memory)
+    except ValueError as error:
+        raise UserError(f"--memory: {error}") from None
+
+    from moetrain.planning.tune import tune
+
     tune(
         Path(given.config),
         given.overrides,
         processes=given.processes,
-        limit=None if given.memory is None else parse_size(given.memory),
+        limit=limit,
         recomputes=recomputes,
         timeout=given.timeout,
         steps=given.steps,

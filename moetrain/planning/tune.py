@@ -11,7 +11,7 @@ Of all sizes only those are of interest that are the smallest for their number o
 from __future__ import annotations
 
 import os
-import re
+import shlex
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -103,20 +103,6 @@ def best(trials: Sequence[Trial]) -> Trial | None:
     return min(equals, key=lambda trial: (not trial.equal, trial.outcome.held))  # type: ignore[union-attr]
 
 
-def parse_size(text: str) -> int:
-    """Bytes of ``3GiB``, ``800MB`` or ``3e9``."""
-    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*(?:([KMGT])(i?)B?|B)?", text.strip(), re.IGNORECASE)
-    try:
-        size = float(match[1]) if match else 0.0
-    except ValueError:
-        size = 0.0
-    if match and match[2]:
-        size *= (1024 if match[3] else 1000) ** ("KMGT".index(match[2].upper()) + 1)
-    if size < 1:
-        raise UserError(f"--memory: {text!r} is not a size; write it as 3GiB")
-    return int(size)
-
-
 class Tuner:
     """Runs trials of one config and remembers them.
 
@@ -158,8 +144,13 @@ class Tuner:
         self.trials: list[Trial] = []
         patience = timeout or 0.8 * config.parallel.timeout_s
         self.runner = Runner(path, self.processes, self.on_gpu, limit, patience, steps)
-        self.out = console or Console(highlight=False, soft_wrap=True)
+        self.out = console or Console(highlight=False)
+        if not self.out.is_terminal:
+            self.out.width = 120  # a file has room for the table
         self._planned: dict[tuple[int, str], int | None] = {}
+
+    def say(self, line: str) -> None:
+        self.out.print(line, markup=False, soft_wrap=True)
 
     def run(self) -> None:
         """All that has to be tried. May be interrupted: ``trials`` holds what has ended."""
@@ -168,7 +159,7 @@ class Tuner:
             try:
                 self._config(1, recompute)
             except UserError as error:
-                self.out.print(f"recompute={recompute} is left out: {error}", markup=False)
+                self.say(f"recompute={recompute} is left out: {error}")
                 continue
 
             def fits(size: int, recompute: str = recompute) -> bool:
@@ -184,7 +175,7 @@ class Tuner:
             self._smaller(found, recompute)
             reached = max(reached, found)
             if found == len(self.sizes) - 1:
-                self.out.print(f"recompute={recompute} takes all {self.share} sequences of a rank at once")
+                self.say(f"recompute={recompute} takes all {self.share} sequences of a rank at once")
                 break  # more recompute could only be slower
 
     def trial(self, size: int, recompute: str) -> Trial:
@@ -208,14 +199,14 @@ class Tuner:
             tokens = whole / seconds_of(slots, windows, outcome.seconds)
         done = Trial(size, recompute, slots, self.share % size == 0, outcome, tokens)
         self.trials.append(done)
-        self.out.print(f"{name}: {self._words(done)}", markup=False)
+        self.say(f"{name}: {self._words(done)}")
         return done
 
     def _words(self, trial: Trial) -> str:
         if isinstance(trial.outcome, str):
             return f"does not fit, {trial.outcome}"
-        peak, held = _gib(trial.outcome.peak), _gib(trial.outcome.held)
-        what = f"{peak} GiB allocated, {held} reserved" if self.on_gpu else f"{peak} GiB of tensors, {held} resident"
+        peak, held = _size(trial.outcome.peak), _size(trial.outcome.held)
+        what = f"{peak} allocated, {held} reserved" if self.on_gpu else f"{peak} of tensors, {held} resident"
         return f"{what}, {trial.tokens:,.0f} tokens/s"
 
     def _config(self, size: int, recompute: str) -> RunConfig:
@@ -313,13 +304,11 @@ def tune(
     )
     if not os.access(out.parent, os.W_OK):
         raise UserError(f"--out {out} cannot be written; give another place")
-    config, say = tuner.config, tuner.out
-    ranks = tuner.processes
-    room = "all of each GPU" if tuner.limit is None else f"{_gib(tuner.limit)} GiB for each process"
-    say.print(
+    config, ranks = tuner.config, tuner.processes
+    room = "all of each GPU" if tuner.limit is None else f"{_size(tuner.limit)} for each process"
+    tuner.say(
         f"{path}: {config.batch.global_batch} sequences of {config.data.seq_len} tokens on {ranks} "
-        f"process{'es' if ranks > 1 else ''}, {room}",
-        markup=False,
+        f"process{'es' if ranks > 1 else ''}, {room}"
     )
     with _terminated_as_interrupted():
         try:
@@ -352,30 +341,30 @@ def _finish(tuner: Tuner, out: Path) -> Trial | None:
         f"of each data rank, recompute={proposed.recompute}: {proposed.tokens:,.0f} tokens/s"
     )
     most = max((trial for trial in tuner.trials if trial.fits), key=lambda trial: trial.size)
-    given = " ".join([*tuner.overrides, *proposed.keys])
+    given = shlex.join([*tuner.overrides, *proposed.keys])
     comment = f"Written by `moetrain tune` from {tuner.path} on {ranks} process{'es' if ranks > 1 else ''}:\n{words}"
     try:
         out.write_text(to_yaml(config, comment), encoding="utf-8")
     except OSError as error:
         raise UserError(f"--out {out} cannot be written ({error.strerror}); {words}") from None
-    tuner.out.print(f"the largest that fits: micro_batch={most.size} with recompute={most.recompute}")
-    tuner.out.print(f"proposed: {words}")
-    tuner.out.print(f"  {start} --config {tuner.path} {given}", markup=False)
-    tuner.out.print(f"  {start} --config {out}", markup=False)
+    tuner.say(f"the largest that fits: micro_batch={most.size} with recompute={most.recompute}")
+    tuner.say(f"proposed: {words}")
+    tuner.say(f"  {start} --config {shlex.quote(str(tuner.path))} {given}")
+    tuner.say(f"  {start} --config {shlex.quote(str(out))}")
     return proposed
 
 
 def _table(tuner: Tuner, proposed: Trial | None) -> Table:
     table = Table(box=box.SIMPLE)
-    sizes = ("allocated GiB", "reserved GiB") if tuner.on_gpu else ("tensors GiB", "resident GiB")
+    sizes = ("allocated", "reserved") if tuner.on_gpu else ("tensors", "resident")
     for name in ("recompute", "micro-batch", "micro-batches", *sizes, "tokens/s"):
         table.add_column(name, justify="left" if name == "recompute" else "right")
-    table.add_column("", no_wrap=False)
+    table.add_column("")
     order = {recompute: i for i, recompute in enumerate(tuner.recomputes)}
     for trial in sorted(tuner.trials, key=lambda trial: (order[trial.recompute], trial.size)):
         start = [trial.recompute, str(trial.size), str(trial.slots)]
         if isinstance(trial.outcome, Measured):
-            numbers = [_gib(trial.outcome.peak), _gib(trial.outcome.held), f"{trial.tokens:,.0f}"]
+            numbers = [_size(trial.outcome.peak), _size(trial.outcome.held), f"{trial.tokens:,.0f}"]
             table.add_row(*start, *numbers, "proposed" if trial is proposed else "")
         else:
             table.add_row(*start, "", "", "", "does not fit")
@@ -394,5 +383,5 @@ def _terminated_as_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _gib(size: int) -> str:
-    return f"{size / GIB:,.2f}"
+def _size(size: int) -> str:
+    return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / 2**20:,.0f} MiB"

@@ -14,9 +14,10 @@ import torch
 
 from moetrain.config import load_config
 from moetrain.config.load import to_yaml
+from moetrain.config.values import bytes_of
 from moetrain.errors import UserError
 from moetrain.planning.trials import Measured, Runner, shortage
-from moetrain.planning.tune import Trial, Tuner, best, largest, parse_size, seconds_of, sizes_of
+from moetrain.planning.tune import Trial, Tuner, best, largest, seconds_of, sizes_of
 from tests.support.runs import ROOT, SCALES, environment
 
 SMOKE = ROOT / "configs" / "671B" / "smoke.yaml"
@@ -78,13 +79,13 @@ def test_time_of_a_long_window_lies_on_the_line_through_two_short_ones():
     ("text", "size"), [("3GiB", 3 * 2**30), ("800MB", 8e8), ("3e9", 3e9), ("1.5g", 1.5e9), ("512 KiB", 2**19)]
 )
 def test_sizes_are_read_with_their_units(text, size):
-    assert parse_size(text) == size
+    assert bytes_of(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "much", "3XB", "-1GiB", "0", "1.2.3GB"])
 def test_what_is_no_size_is_refused(text):
-    with pytest.raises(UserError, match=r"--memory: .* write it as 3GiB"):
-        parse_size(text)
+    with pytest.raises(ValueError, match=r"write it as 3GiB"):
+        bytes_of(text)
 
 
 def test_torchs_and_pythons_words_for_no_memory_are_known():
