@@ -7,7 +7,6 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -58,19 +57,13 @@ def largest(said: str, recompute: str) -> int:
     return max(int(line.split("micro_batch=")[1].split()[0]) for line in lines if "does not fit" not in line)
 
 
-def survivors(sizes: range, check: Callable[[int], bool]) -> dict[int, bool]:
-    """Two at a time: what is compared is memory, not speed."""
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(sizes, pool.map(check, sizes), strict=True))
-
-
 def micro_batches(share: int, size: int) -> int:
     return -(-share // size)
 
 
 def by_hand_largest(share: int, found: dict[int, bool]) -> int:
     """Fewest micro-batches that survived by hand, and the smallest size that makes so few."""
-    assert found[1] and not all(found.values()), "the limit has to lie in between, or nothing is shown"
+    assert found[1], "the limit is too low to show anything"
     fewest = min(micro_batches(share, size) for size, survived in found.items() if survived)
     return min(size for size in found if micro_batches(share, size) == fewest)
 
@@ -81,7 +74,7 @@ def test_tune_finds_what_trial_by_hand_finds(tmp_path, base):
         tuned = beside.submit(tune, tmp_path, limit, batch, options=("--recompute", "none", "--steps", "1"))
         found = {size: by_hand(tmp_path / str(size), limit, batch, f"batch.micro_batch={size}") for size in range(1, 5)}
         config, said = tuned.result()
-    assert largest(said, "none") == by_hand_largest(4, found)
+    assert largest(said, "none") == by_hand_largest(4, found) < 4
     assert found[config.batch.micro_batch] and config.batch.global_batch == 4
 
 
@@ -89,30 +82,31 @@ def test_tune_finds_what_trial_by_hand_finds(tmp_path, base):
 @pytest.mark.timeout(900)
 def test_with_two_processes_too(tmp_path, base):
     """Experts over both; 8 sequences are 4 a rank."""
-    limit, more = base + 145 * MIB, ("batch={global_batch: 8, micro_batch: 1}", "parallel.ep=2")
+    limit, more = base + 210 * MIB, ("batch={global_batch: 8, micro_batch: 1}", "parallel.ep=2")
     found = {
         size: by_hand(tmp_path / str(size), limit, *more, f"batch.micro_batch={size}", processes=2)
         for size in range(1, 5)
     }
     _, said = tune(tmp_path, limit, *more, options=("--recompute", "none", "--steps", "1", "--processes", "2"))
-    assert largest(said, "none") == by_hand_largest(4, found)
+    assert largest(said, "none") == by_hand_largest(4, found) < 4
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_with_each_kind_of_recompute(tmp_path, base):
-    limit, batch = base + 145 * MIB, "batch={global_batch: 8, micro_batch: 1}"
-    _, said = tune(tmp_path, limit, batch, options=("--steps", "1"))
+def test_recompute_makes_room_that_trial_by_hand_finds_too(tmp_path, base):
+    limit, batch = base + 145 * MIB, "batch={global_batch: 4, micro_batch: 1}"
+    _, said = tune(tmp_path, limit, batch, options=("--recompute", "none,full", "--steps", "1"))
     sizes = []
-    for recompute in ("none", "selective", "full"):
+    for recompute in ("none", "full"):
         keys = (batch, f"parallel.recompute={recompute}")
-        found = survivors(
-            range(1, 9),
-            lambda size, keys=keys: by_hand(tmp_path / f"{size}", limit, *keys, f"batch.micro_batch={size}"),
-        )
-        sizes.append(largest(said, recompute))
-        assert sizes[-1] == by_hand_largest(8, found)
-    assert sizes[0] < sizes[2], "recompute makes room"
+        with ThreadPoolExecutor(2) as pool:
+            survived = pool.map(
+                lambda size, keys=keys: by_hand(tmp_path / str(size), limit, *keys, f"batch.micro_batch={size}"),
+                range(1, 5),
+            )
+            sizes.append(by_hand_largest(4, dict(enumerate(survived, start=1))))
+        assert largest(said, recompute) == sizes[-1]
+    assert sizes[0] < sizes[1]
 
 
 def test_what_fits_nowhere_and_what_is_wrong_ends_in_a_sentence(tmp_path):
