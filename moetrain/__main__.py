@@ -194,9 +194,59 @@ def _print_json(what: dict[str, Any]) -> None:
     print(json.dumps(what))
 
 
+def _tune(arguments: Sequence[str]) -> None:
+    """the largest micro-batch that this machine takes, and the fastest"""
+    parser = _parser(
+        "tune",
+        "Runs a few real steps with growing micro-batches, out of memory survived, and writes the config with the\n"
+        "micro-batch and recompute that were fastest at the same global batch.",
+        "examples:\n"
+        "  python -m moetrain tune --config configs/671B/smoke.yaml --memory 1GiB\n"
+        "  python -m moetrain tune --config configs/671B/smoke.yaml --processes 2 parallel.ep=2",
+    )
+    parser.add_argument("--config", required=True, metavar="PATH", help="YAML file or folder, as for train")
+    parser.add_argument("--processes", type=int, metavar="N", help="ranks (default: the config's, or all GPUs)")
+    parser.add_argument("--memory", metavar="3GiB", help="of each process: of its GPU, or of the host on CPU")
+    parser.add_argument("--recompute", metavar="none,full", help="which to try (default: none,selective,full)")
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="timed ones of a trial (default: 3)")
+    parser.add_argument("--timeout", type=float, metavar="S", help="without progress (default: 0.8 parallel.timeout_s)")
+    parser.add_argument("--out", type=Path, default=Path("tuned.yaml"), metavar="PATH", help="default: tuned.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces one key of the file")
+    given = parser.parse_intermixed_args(arguments)
+    for name in ("processes", "steps", "timeout"):
+        if (number := getattr(given, name)) is not None and number <= 0:
+            parser.error(f"--{name} must be more than 0, not {number}")
+    recomputes = ("none", "selective", "full") if given.recompute is None else given.recompute.split(",")
+    for name in recomputes:
+        if name not in ("none", "selective", "full"):
+            parser.error(f"--recompute: there is none, selective, full, and no {name!r}")
+    moetrain.load_config(Path(given.config), given.overrides)  # a mistake is answered before torch is there
+
+    from moetrain.config.values import bytes_of
+
+    try:
+        limit = None if given.memory is None else bytes_of(given.memory)
+    except ValueError as error:
+        raise UserError(f"--memory: {error}") from None
+
+    from moetrain.planning.tune import tune
+
+    tune(
+        Path(given.config),
+        given.overrides,
+        processes=given.processes,
+        limit=limit,
+        recomputes=recomputes,
+        timeout=given.timeout,
+        steps=given.steps,
+        out=given.out,
+    )
+
+
 _COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "train": _train,
     "plan": _plan,
+    "tune": _tune,
     "verify": _verify,
     "tokenize": _tokenize,
     "report": _report,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -69,6 +70,16 @@ def train(config: RunConfig, path: Path | None = None, *, force: bool = False) -
     """
     fit.check(config, path, force=force)
     refuse_unsupported(config)
+    with ranks_of(config) as ranks:
+        # one process waits for nobody, however long its steps take
+        patience = 0.8 * config.parallel.timeout_s if ranks.world > 1 else math.inf
+        with stuck.Watch(ranks.rank, patience, ranks.ended) as watch:
+            return _train(config, ranks, watch)
+
+
+@contextmanager
+def ranks_of(config: RunConfig) -> Iterator[Ranks]:
+    """This process among those of the run."""
     with started(
         config.device,
         need_group=config.engine == "deepspeed" or needs_group(config.precision, config.parallel),
@@ -79,21 +90,43 @@ def train(config: RunConfig, path: Path | None = None, *, force: bool = False) -
     ) as ranks:
         if ranks.device.type == "cpu":
             reuse_host_memory()
-        # one process waits for nobody, however long its steps take
-        patience = 0.8 * config.parallel.timeout_s if ranks.world > 1 else math.inf
-        with stuck.Watch(ranks.rank, patience, ranks.ended) as watch:
-            return _train(config, ranks, watch)
+        yield ranks
+
+
+def engine_of(config: RunConfig, ranks: Ranks, loss: DeepSeekLoss) -> Engine:
+    load = None if config.init_from is None else partial(_load, config.init_from, ranks.device)
+    if config.engine == "deepspeed":
+        return DeepSpeedEngine(config, ranks, load=load)
+    return NativeEngine(config, ranks, loss, load=load)
+
+
+def accumulator_of(
+    config: RunConfig, ranks: Ranks, engine: Engine, loss: DeepSeekLoss, scheduler: LearningRate | None = None
+) -> MoEAccumulator:
+    """``scheduler`` moves with each accepted step; None: the optimizer keeps its rate."""
+    return MoEAccumulator(
+        engine.model,
+        engine.optimizer,
+        loss=loss,
+        balance=_balance(config),
+        max_norm=config.optimizer.max_norm,
+        scheduler=scheduler,
+        groups=ranks.groups,
+        window_order="counting_pass" if _counts_first(config) else "forwards_first",
+        offload_activations=config.parallel.offload_activations,
+        device=ranks.device,
+        loss_scale=LossScale() if config.precision == "fp16" else None,
+        measure_noise=config.batch.noise_scale is not None,
+        skip_if=_guard(config),
+        pipeline=engine.pipeline,
+        owner=engine.owner,
+    )
 
 
 def _train(config: RunConfig, ranks: Ranks, watch: stuck.Watch) -> Result:
     data = build_data(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
-    load = None if config.init_from is None else partial(_load, config.init_from, ranks.device)
     loss = DeepSeekLoss(config.model)
-    engine: Engine = (
-        DeepSpeedEngine(config, ranks, load=load)
-        if config.engine == "deepspeed"
-        else NativeEngine(config, ranks, loss, load=load)
-    )
+    engine = engine_of(config, ranks, loss)
     watch.model = engine.model
     sizes = batch_sizes(config)
     budget, total_tokens = budget_of(config, sizes)
@@ -106,23 +139,7 @@ def _train(config: RunConfig, ranks: Ranks, watch: stuck.Watch) -> Result:
         rule=config.batch.lr_rule,
         reference=config.batch.lr_reference or config.batch.global_batch,
     )
-    accumulator = MoEAccumulator(
-        engine.model,
-        engine.optimizer,
-        loss=loss,
-        balance=_balance(config),
-        max_norm=config.optimizer.max_norm,
-        scheduler=learning_rate,
-        groups=ranks.groups,
-        window_order="counting_pass" if _counts_first(config) else "forwards_first",
-        offload_activations=config.parallel.offload_activations,
-        device=ranks.device,
-        loss_scale=LossScale() if config.precision == "fp16" else None,
-        measure_noise=config.batch.noise_scale is not None,
-        skip_if=_guard(config),
-        pipeline=engine.pipeline,
-        owner=engine.owner,
-    )
+    accumulator = accumulator_of(config, ranks, engine, loss, learning_rate)
     progress = Progress()
     checkpoints = CheckpointFolder(config.run_dir / "checkpoints", keep=config.checkpoint.keep)
     resumed, damaged = None, list[str]()

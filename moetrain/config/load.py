@@ -80,6 +80,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise UserError(f"{_source(fault, file, given, origin)}: {fault.text}") from None
 
 
+def to_yaml(config: RunConfig, comment: str = "") -> str:
+    """The file that ``load_config`` reads as ``config``: every key that was given, the model whole."""
+    raw = config.model_dump(mode="json", exclude_unset=True)
+    raw["model"] = config.model.model_dump(mode="json")
+    head = "".join(f"# {line}\n" for line in comment.splitlines())
+    return head + str(yaml.safe_dump(raw, sort_keys=False, allow_unicode=True))
+
+
 def _read_mapping(file: Path) -> dict[str, Any]:
     try:
         text = file.read_text(encoding="utf-8")

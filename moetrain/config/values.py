@@ -8,6 +8,7 @@ question: the value at this token.
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, RootModel, model_validator
@@ -56,6 +57,22 @@ PositiveReal = Annotated[float, BeforeValidator(_real), Field(gt=0)]
 NotNegativeReal = Annotated[float, BeforeValidator(_real), Field(ge=0)]
 Fraction = Annotated[float, BeforeValidator(_real), Field(ge=0, le=1)]
 Truth = Annotated[bool, BeforeValidator(_truth)]
+
+
+def bytes_of(text: str) -> int:
+    """Bytes of a size: ``3GiB``, ``800MB``, ``3e9``.
+
+    Raises:
+        ValueError: it is none, or below one byte.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?) *(?:([KMGT])(i?)B?|B)?", text.strip(), re.IGNORECASE)
+    size = float(match[1]) if match else 0.0
+    if match and match[2]:
+        size *= (1024 if match[3] else 1000) ** ("KMGT".index(match[2].upper()) + 1)
+    if not 1 <= size < 2**63:
+        raise ValueError(f"{text!r} is not a size; write it as 3GiB")
+    return int(size)
+
 
 Pairs = tuple[tuple[float, float], ...]
 

@@ -1,7 +1,7 @@
 """Who may import whom: the table is the architecture, and an import outside it fails, wherever it hides.
 
-Imports inside functions and under TYPE_CHECKING count. ``trainer``, ``verify``, ``loop`` and ``__main__`` wire
-everything together and may import anything; ``moetrain/__init__.py`` names things and imports nothing at runtime.
+Imports inside functions and under TYPE_CHECKING count. ``trainer``, ``trial``, ``verify``, ``loop`` and ``__main__``
+wire everything together and may import anything; ``moetrain/__init__.py`` names things and imports nothing at runtime.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ARROWS: dict[str, tuple[set[str], set[str]]] = {
     "integrations": ({"accumulate", "errors"}, {"torch", "accelerate", "transformers"}),
     "moetrain_kernels": (set(), {"torch", "triton"}),
 }
-FREE = {"trainer", "verify", "loop", "__main__", "__init__"}
+FREE = {"trainer", "trial", "verify", "loop", "__main__", "__init__"}
 
 # (package, prefix of a module it must never reach, why)
 NEVER = [("model", "torch.distributed", "the model is for one device; sharding comes from outside")]
