@@ -175,7 +175,7 @@ class Layout:
             attention_output=config.fp8.attention_output,
             keep_weights=fp8 is not None and not (gathered or p.offload_states),
             recompute=p.recompute,
-            in_place=stored == computed and not self.split,
+            in_place=stored == computed and not self.split and config.engine == "native",
             ep=p.ep,
             balance=self.balance,
             imbalance=self.imbalance,

@@ -547,23 +547,31 @@ def rank_memory(layout: Layout, rank: int = 0) -> RankMemory:
 
 
 def _deepspeed(layout: Layout, rank: int) -> RankMemory:
-    """States as ZeRO's stage shards them; what passes as native has it when it reduces in every micro-batch, but in 16
-    bits. Stages below 3 gather nothing: every rank has the weights."""
-    config = layout.config
-    states = rank_states(config, layout.world)
-    native = config.model_copy(
-        update={
-            "engine": "native",
-            "parallel": config.parallel.model_copy(update={"reduce": "micro_batch", "offload_states": False}),
-        }
-    )
-    half = config.precision in ("bf16", "fp16", "fp8")
-    window = _Window(replace(layout, config=native), rank, reduced=2 if half else None)
-    if config.deepspeed.zero_stage < 3:
+    """States as ZeRO's stage shards them, and what passes as a window that reduces in every micro-batch has it.
+
+    Below stage 3 nothing is gathered, and gradients wait whole (1) or this rank's part of them does, and that of the
+    last micro-batch beside it (2). Stage 3 gathers, and keeps what is used again within a billion numbers.
+    """
+    config, world = layout.config, layout.world
+    zero = config.deepspeed
+    states = rank_states(config, world)
+    parallel = config.parallel.model_copy(update={"reduce": "micro_batch", "offload_states": False})
+    native = config.model_copy(update={"engine": "native", "parallel": parallel})
+    window = _Window(replace(layout, config=native), rank)
+    numbers = sum(p.numel for ps in window.parameters.values() for p in ps)
+    width = layout.dtypes[1].itemsize
+    if zero.zero_stage < 3:
         window.fsdp = None
     passing = window.passing()
-    if config.deepspeed.zero_stage < 3:  # gradients of the whole model: among the states already
-        own = sum(p.numel for ps in window.parameters.values() for p in ps)
-        passing["activations"] = max(0, passing.get("activations", 0) - own * layout.dtypes[1].itemsize)
-    by = {"states": states.device, **passing}
+    by = {"states": states.device, "activations": passing["activations"], "data": passing["data"]}
+    if zero.zero_stage == 3 and world > 1:
+        gathered = passing.get("gathered", 0) // width
+        by["gathered"] = width * min(numbers, gathered + LIVE)
+    elif zero.zero_stage == 2:
+        by["gradients"] = numbers // world * width
+    by["buffers"] = min(zero.bucket, numbers) * 4 * (2 if layout.device == "cuda" else 1)
     return RankMemory(rank, sum(by.values()), {k: v for k, v in by.items() if v}, states.host, states.drive)
+
+
+#: numbers that ZeRO 3 leaves gathered when they are used again soon (stage3_max_live_parameters, its default)
+LIVE = 1_000_000_000
