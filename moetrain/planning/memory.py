@@ -562,8 +562,10 @@ def _deepspeed(layout: Layout, rank: int) -> RankMemory:
     if config.deepspeed.zero_stage < 3:
         window.fsdp = None
     passing = window.passing()
+    own = sum(p.numel for parameters in window.parameters.values() for p in parameters)
     if config.deepspeed.zero_stage < 3:  # gradients of the whole model: among the states already
-        own = sum(p.numel for ps in window.parameters.values() for p in ps)
         passing["activations"] = max(0, passing.get("activations", 0) - own * layout.dtypes[1].itemsize)
-    by = {"states": states.device, **passing}
+    # what is reduced in one call: collected in the parameters' dtype, sent in fp32
+    bucket = min(config.deepspeed.bucket, own) * ((2 if half else 4) + 4)
+    by = {"states": states.device, "buckets": bucket, **passing}
     return RankMemory(rank, sum(by.values()), {k: v for k, v in by.items() if v}, states.host, states.drive)
