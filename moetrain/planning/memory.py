@@ -569,7 +569,9 @@ def _deepspeed(layout: Layout, rank: int) -> RankMemory:
         by["gathered"] = width * min(numbers, gathered + LIVE)
     elif zero.zero_stage == 2:
         by["gradients"] = numbers // world * width
-    by["buffers"] = min(zero.bucket, numbers) * 4 * (2 if layout.device == "cuda" else 1)
+    # what is reduced in one call, twice where reductions overlap; half precision is sent in fp32
+    each = 4 if width == 4 else width + 4
+    by["buffers"] = min(zero.bucket, numbers) * each * (2 if layout.device == "cuda" and zero.zero_stage > 1 else 1)
     return RankMemory(rank, sum(by.values()), {k: v for k, v in by.items() if v}, states.host, states.drive)
 
 
