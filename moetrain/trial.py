@@ -1,6 +1,6 @@
 """One rank of one trial of ``tune``: the run's real model, engine, layout and step, for a few steps of random tokens.
 
-    python -m moetrain.trial FOLDER --config CONFIG [key=value ...]
+    python -m moetrain.trial FOLDER --config CONFIG --windows 4 --steps 3 [--overrides key=value ...]
 
 ``moetrain.planning.trials`` starts one for each rank. It leaves what it did in ``FOLDER/rank.N``, a JSON object a line:
 what it has reached, and at last ``measured`` or ``error``. Its standard input is a pipe that ends with the process that
@@ -92,6 +92,7 @@ def _trial(given: argparse.Namespace, say: Any) -> dict[str, Any]:
     import torch
 
     from moetrain.config import load_config, refuse_unsupported
+    from moetrain.config.run import SPLIT_BACKWARD
     from moetrain.errors import UserError
     from moetrain.model import DeepSeekLoss
     from moetrain.planning import fit, trials  # noqa: F401  (trials: later there may be no memory for it)
@@ -99,8 +100,12 @@ def _trial(given: argparse.Namespace, say: Any) -> dict[str, Any]:
     from moetrain.trainer import accumulator_of, engine_of, ranks_of
 
     config = load_config(given.config, given.overrides)
-    # what fits is found out here; only what the smallest micro-batch could not have either is refused
-    fit.check(load_config(given.config, [*given.overrides, "batch.micro_batch=1"]), given.config)
+    # what fits is found out here: refused is only what the smallest run of this config lacks, too
+    smallest = config.model_copy(update={"batch": config.batch.model_copy(update={"micro_batch": 1})})
+    if config.parallel.schedule not in SPLIT_BACKWARD:  # those go without recompute
+        full = config.parallel.model_copy(update={"recompute": "full"})
+        smallest = smallest.model_copy(update={"parallel": full})
+    fit.check(smallest, given.config)
     refuse_unsupported(config)
     with ranks_of(config) as ranks:
         on_gpu = ranks.device.type == "cuda"

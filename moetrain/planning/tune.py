@@ -14,7 +14,7 @@ import os
 import shlex
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -246,7 +246,8 @@ class Tuner:
             layout = Layout(config, self.processes, self.layout.device, imbalance)
             peak = None
             if not layout.split:
-                peak = max(rank_memory(layout, rank).peak for rank in range(config.parallel.pp))
+                with suppress(UserError):
+                    peak = max(rank_memory(layout, rank).peak for rank in range(config.parallel.pp))
             self._planned[size, recompute] = peak
         return self._planned[size, recompute]
 
