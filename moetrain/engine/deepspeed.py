@@ -382,6 +382,8 @@ def _partition(
                 each = -(-p.numel() // ranks.data_world)
                 part = getattr(module, key).detach().flatten()[each * ranks.data_rank : each * (ranks.data_rank + 1)]
                 parts[name] = part.clone()
+        for p in module.parameters(recurse=False):  # which it leaves in the dtype that they come in
+            p.data = p.data.to(computed)
         shards._convert_to_zero_parameters(module.parameters(recurse=False))
     return parts
 

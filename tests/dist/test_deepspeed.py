@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tests.support.zero  # noqa: F401 - before ranks are forked
-from moetrain.accumulate import MoEAccumulator, Window
+from moetrain.accumulate import LossScale, MoEAccumulator, Window
 from moetrain.config import RunConfig
 from moetrain.engine import DeepSpeedEngine, NativeEngine
 from moetrain.engine.deepspeed import settings_of
@@ -72,7 +72,7 @@ def config_of(folder, family, *more: str) -> RunConfig:
     return base.model_copy(update={"model": {"V3": V3, "V2": V2}[family]})
 
 
-def steps(engine, config, scope, groups, windows, *, order, gradients, skip=lambda norm: None):
+def steps(engine, config, scope, groups, windows, *, order, gradients, skip=lambda norm: None, loss_scale=None):
     accumulator = MoEAccumulator(
         engine.model,
         engine.optimizer,
@@ -83,6 +83,7 @@ def steps(engine, config, scope, groups, windows, *, order, gradients, skip=lamb
         window_order=order,
         owner=engine.owner,
         skip_if=lambda norm: gradients() or skip(norm),
+        loss_scale=loss_scale,
     )
     return [accumulator.step(each) for each in windows]
 
@@ -159,6 +160,47 @@ def test_every_stage_takes_the_step_of_one_process(tmp_path, world):
             assert apart["counts"] and apart["bias"], (number, name, apart)
             worst = {key: apart[key] for key in ("gradients", "parameters", "loss", "norm")}
             assert max(worst.values()) < BOUND, (number, name, worst)
+
+
+#: (precision, ZeRO stage, optimizer on the host)
+HALF = [("fp16", 1, True), *(("bf16", stage, host) for stage in (2, 3) for host in (False, True)), ("fp16", 3, False)]
+
+
+def adds_up(number: int, world: int, folder):
+    """Relative difference of every gradient of a window of eight equal micro-batches from that of one of them."""
+    from deepspeed.utils import safe_get_full_grad
+
+    found = {}
+    for precision, stage, host in HALF:
+        more = (f"deepspeed.zero_stage={stage}", f"deepspeed.offload_optimizer={'cpu' if host else 'none'}")
+        config = config_of(folder, "V3", f"precision={precision}", *more)
+        ranks = Ranks(number, world, torch.device("cpu"), *meshes("cpu", world))
+        engine = DeepSpeedEngine(config, ranks)
+        parameters = dict(engine.model.module.named_parameters())
+        seen = []
+
+        def keep(parameters=parameters, seen=seen) -> bool:
+            seen.append({n: safe_get_full_grad(p).double() for n, p in parameters.items()})
+            return True
+
+        part = rows(4 * number, 4 * number + 1)
+        scope, order = ("window", "forwards_first") if stage < 3 else ("sequence", "counting_pass")
+        windows = [Window([part] * 8), Window([part])]
+        steps(
+            engine, config, scope, ranks.groups, windows, order=order, gradients=keep, loss_scale=LossScale(2.0**10)
+        )  # fmt: skip
+        found[precision, stage, host] = (difference(*seen), {p.dtype for p in parameters.values()})
+    return found
+
+
+def test_in_half_precision_micro_batches_add_up_in_fp32(tmp_path):
+    """Eight eighths are one: products of 16 bits scale by powers of two without an error, and sums of 16 bits
+    would round."""
+    corpus(tmp_path)
+    for found in run_ranks(adds_up, 2, tmp_path):
+        for (precision, stage, host), (apart, dtypes) in found.items():
+            assert dtypes == {{"bf16": torch.bfloat16, "fp16": torch.float16}[precision]}, (precision, stage, host)
+            assert apart < (1e-6 if precision == "bf16" else 1e-4), (precision, stage, host)
 
 
 DISCARDING = (
