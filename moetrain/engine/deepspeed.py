@@ -151,6 +151,7 @@ class ZeroOwner:
 
     def begin(self, *, all_forwards_first: bool) -> None:
         self.factor = 1.0
+        self.discard()  # what an exception left between a window's last backward and its verdict
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
         return nullcontext()
