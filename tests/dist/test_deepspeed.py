@@ -303,14 +303,19 @@ def test_a_json_file_adds_keys_and_may_not_take_ours(tmp_path):
         path.write_text(text)
         return settings_of(config_of(tmp_path, "V3", f"deepspeed.json_file={path}"), alone)
 
-    got = settings('{"zero_optimization": {"reduce_bucket_size": 5}, "prescale_gradients": false}')
-    assert got["zero_optimization"]["reduce_bucket_size"] == 5 and got["prescale_gradients"] is False
+    got = settings('{"zero_optimization": {"reduce_bucket_size": 5}, "dump_state": true}')
+    assert got["zero_optimization"]["reduce_bucket_size"] == 5 and got["dump_state"] is True
     assert got["gradient_clipping"] == 0.0 and got["zero_optimization"]["stage"] == 3
     for text, said in (
         ('{"gradient_clipping": 1.0}', "sets gradient_clipping"),
         ('{"zero_optimization": {"stage": 2}}', "sets zero_optimization.stage"),
         ("{", "is not JSON"),
         ("[]", "must hold an object"),
+        ('{"zero_optimization": [1]}', "must be an object"),
+        ('{"zero_optimization": null}', "must be an object"),
+        ('{"gradient_allreduce_op": "sum"}', "would change the step"),
+        ('{"zero_optimization": {"zero_quantized_gradients": true}}', "would change the step"),
+        ('{"zero_optimization": {"reduce_buckett_size": 5}}', "sets zero_optimization.reduce_buckett_size"),
     ):
         with pytest.raises(UserError, match=said):
             settings(text)
