@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from moetrain.accumulate.traffic import Traffic
 from moetrain.config.run import DeepSpeedConfig, RunConfig
+from moetrain.engine.host import give_back_host_memory
 from moetrain.engine.zero_state import ZeroState
 from moetrain.errors import UserError
 from moetrain.model import DeepSeek
@@ -88,6 +89,7 @@ class DeepSpeedEngine:
         taken = _taken(deepspeed, settings, zero.json_file)
         if zero.nvme_path is not None and "nvme" in (zero.offload_optimizer, zero.offload_parameters):
             _need_drive(zero.nvme_path)
+            give_back_host_memory()
 
         with torch.device("meta"):
             model = DeepSeek(config.model).to(stored)
@@ -298,6 +300,16 @@ def settings_of(config: RunConfig, ranks: Ranks) -> dict[str, Any]:
             optimization[key] = {"device": place, "pin_memory": on_gpu}
             if place == "nvme":
                 optimization[key]["nvme_path"] = str(zero.nvme_path)
+    if zero.offload_parameters == "nvme":
+        # By default a thousand million elements of each group stay in memory, and each parameter that is gathered holds
+        # one of five buffers: so none stays, and none is gathered before its use or kept after it.
+        optimization["offload_param"] |= {"max_in_cpu": 0, "buffer_count": 8}
+        optimization |= {
+            "stage3_max_live_parameters": 0,
+            "stage3_max_reuse_distance": 0,
+            "stage3_prefetch_bucket_size": 0,
+            "stage3_param_persistence_threshold": 0,
+        }
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

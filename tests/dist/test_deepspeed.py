@@ -265,10 +265,15 @@ def test_a_window_without_a_step_leaves_nothing_behind(tmp_path):
                 assert all(torch.equal(b[n], b2[n]) for n in b), (more, between)
 
 
-def starves(number: int, world: int, folder, stage: int):
-    """20 steps in which a rank's tokens go to two experts, other ones on each rank and in each step; stage 0: ours."""
-    config = config_of(folder, "V3", f"deepspeed.zero_stage={stage or 1}")
-    ranks = Ranks(number, world, torch.device("cpu"), *meshes("cpu", world))
+def starves(number: int, world: int, folder, stage: int, ep: int, together: bool):
+    """20 steps in which a rank's tokens go to two experts, other ones in each step; stage 0: ours.
+
+    ``together``: those of all ranks go to the same half of the experts, so that the other half, which is all that a
+    rank of two has where experts are spread, sees no token; and the ranks take turns with the windows, some empty.
+    """
+    more = () if ep == 1 else (f"parallel.ep={ep}",)
+    config = config_of(folder, "V3", f"deepspeed.zero_stage={stage or 1}", *more)
+    ranks = Ranks(number, world, torch.device("cpu"), *meshes("cpu", world, ep=ep))
     if stage:
         engine = DeepSpeedEngine(config, ranks)
     else:
@@ -276,23 +281,33 @@ def starves(number: int, world: int, folder, stage: int):
     accumulator = MoEAccumulator(
         engine.model, engine.optimizer, loss=DeepSeekLoss(config.model), groups=ranks.groups, owner=engine.owner
     )
-    part = rank_window(number, world)
     routers = len(accumulator.ledger.routers)
     losses = []
     for step in range(20):
-        first = 4 * ((step + number) % 2)
+        part = rank_window((number + step) % world if together else number, world)
+        first = 4 * ((step + (0 if together else number)) % 2)
         chosen = torch.tensor([first, first + 1 + step % 3])
         routing = [chosen.expand(routers, item.input_ids.numel(), 2) for item in part]
         losses.append(float(accumulator.step(part, routing=routing).total))
     return losses
 
 
-def test_starved_experts_neither_hang_nor_change_a_loss(tmp_path):
+STARVED = {
+    "half of them on each rank": (False, ((2, 2, 1), (2, 3, 1))),
+    "all of a rank": (True, ((2, 1, 2), (2, 2, 2))),
+    "ranks in turn": (True, ((4, 3, 1),)),
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("which", [*list(STARVED)[:2], pytest.param("ranks in turn", marks=pytest.mark.slow)])
+def test_starved_experts_neither_hang_nor_change_a_loss(tmp_path, which):
     corpus(tmp_path)
-    want = run_ranks(starves, 2, tmp_path, 0)[0]
-    for stage in (2, 3):
-        got = run_ranks(starves, 2, tmp_path, stage, timeout=60)[0]
-        assert len(got) == 20 and got == pytest.approx(want, rel=1e-5), stage
+    together, layouts = STARVED[which]
+    want = run_ranks(starves, 2, tmp_path, 0, 1, together)[0]
+    for world, stage, ep in layouts:
+        got = run_ranks(starves, world, tmp_path, stage, ep, together, timeout=120)[0]
+        assert len(got) == 20 and got == pytest.approx(want, rel=1e-5), (world, stage, ep)
 
 
 def test_a_json_file_adds_keys_and_may_not_take_ours(tmp_path):
