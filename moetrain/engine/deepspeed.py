@@ -51,8 +51,8 @@ THEIRS = (
     "aio", "comms_logger", "dump_state", "flops_profiler", "memory_breakdown", "steps_per_print",
     "wall_clock_breakdown", "zero_optimization.allgather_bucket_size", "zero_optimization.contiguous_gradients",
     "zero_optimization.memory_efficient_linear", "zero_optimization.overlap_comm",
-    "zero_optimization.reduce_bucket_size", "zero_optimization.reduce_scatter",
-    "zero_optimization.round_robin_gradients", "zero_optimization.stage3_max_live_parameters",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_max_live_parameters",
     "zero_optimization.stage3_max_reuse_distance", "zero_optimization.stage3_param_persistence_threshold",
     "zero_optimization.stage3_prefetch_bucket_size", "zero_optimization.sub_group_size",
 )  # fmt: skip

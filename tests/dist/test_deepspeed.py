@@ -330,6 +330,7 @@ def test_a_json_file_adds_keys_and_may_not_take_ours(tmp_path):
         ('{"zero_optimization": null}', "must be an object"),
         ('{"gradient_allreduce_op": "sum"}', "would change the step"),
         ('{"zero_optimization": {"zero_quantized_gradients": true}}', "would change the step"),
+        ('{"zero_optimization": {"round_robin_gradients": true}}', "nobody has looked at"),
         ('{"zero_optimization": {"reduce_buckett_size": 5}}', "sets zero_optimization.reduce_buckett_size"),
     ):
         with pytest.raises(UserError, match=said):
