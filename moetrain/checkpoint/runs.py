@@ -71,6 +71,11 @@ class Run:
             torch.Size(offsets): torch.Size(sizes) for offsets, sizes in boxes(shape, first, first + self.count)
         }
 
+    @property
+    def is_brought(self) -> bool:
+        """From where it is not in memory."""
+        return not isinstance(self._data, Tensor)
+
     def to_host(self) -> Run:
         """The same in host memory, and nobody else's."""
         data = self._data if isinstance(self._data, Tensor) else self._data()

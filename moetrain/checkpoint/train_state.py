@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from moetrain.checkpoint import tensors
-from moetrain.checkpoint.runs import RunLoadPlanner, RunSavePlanner
+from moetrain.checkpoint.runs import Run, RunLoadPlanner, RunSavePlanner
 from moetrain.errors import UserError
 
 FORMAT = 1
@@ -124,7 +124,10 @@ class CheckpointFolder:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is fine
                 planner, alone = RunSavePlanner(), not _distributed()
-                dcp_save(state, checkpoint_id=partial, process_group=group, no_dist=alone, planner=planner)
+                # DCP keeps what goes into a file until its end: where values come from a drive, each has its own
+                brought = any(isinstance(value, Run) and value.is_brought for value in state.values())
+                writer = FileSystemWriter(partial, single_file_per_rank=not brought)
+                dcp_save(state, storage_writer=writer, process_group=group, no_dist=alone, planner=planner)
 
         def confirm_and_say() -> None:
             confirm()

@@ -355,6 +355,8 @@ class DeepSpeedConfig(Section):
             raise ValueError(f"offload_optimizer: nvme needs zero_stage 3, not {self.zero_stage}")
         if "nvme" in (self.offload_optimizer, self.offload_parameters) and self.nvme_path is None:
             raise ValueError("offload to nvme needs nvme_path, a folder on the drive")
+        if self.cpu_adam == "deepspeed" and self.offload_optimizer == "none":
+            raise ValueError("cpu_adam: deepspeed steps states on the host: set offload_optimizer to cpu or nvme")
         return self
 
 
@@ -465,6 +467,16 @@ class RunConfig(Section):
             raise ValueError("checkpoint.async_save copies to memory what nvme is to spare it: set it to false")
         if self.optimizer.moments == "bf16" and zero.offload_optimizer == "nvme":
             raise ValueError("optimizer.moments: bf16 cannot lie on a drive: set it to fp32, or offload_optimizer: cpu")
+        if self.optimizer.moments == "bf16" and zero.cpu_adam == "deepspeed":
+            raise ValueError(
+                "optimizer.moments: bf16 is not what DeepSpeed's CPU Adam keeps, which has fp32: set it to fp32, or "
+                "deepspeed.cpu_adam: torch"
+            )
+        if parallel.reduce == "micro_batch" and zero.zero_stage == 1:
+            raise ValueError(
+                "parallel.reduce: micro_batch needs deepspeed.zero_stage 2 or 3: stage 1 keeps whole gradients until "
+                "the window ends"
+            )
         if zero.zero_stage == 3 and self.balance.window_order == "forwards_first":
             raise ValueError(
                 "balance.window_order: forwards_first gives wrong gradients under ZeRO 3, without an error: use "

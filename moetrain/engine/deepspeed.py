@@ -15,6 +15,7 @@ import importlib
 import json
 import logging
 import os
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 from moetrain.accumulate.traffic import Traffic
 from moetrain.config.run import DeepSpeedConfig, RunConfig
+from moetrain.engine.host import give_back_host_memory
 from moetrain.engine.zero_state import ZeroState
 from moetrain.errors import UserError
 from moetrain.model import DeepSeek
@@ -41,9 +43,19 @@ from moetrain.precision import Fp8
 OURS = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
     "managed_gradient_accumulation", "gradient_clipping", "fp16", "bf16", "amp", "data_types", "optimizer", "scheduler",
-    "communication_data_type",
+    "communication_data_type", "zero_optimization.stage", "zero_optimization.offload_optimizer",
+    "zero_optimization.offload_param",
 )  # fmt: skip
-OURS_OF_ZERO = ("stage", "offload_optimizer", "offload_param")
+#: keys that it may set, since the step stays as it is: there are others that scale, round or drop gradients
+THEIRS = (
+    "aio", "comms_logger", "dump_state", "flops_profiler", "memory_breakdown", "steps_per_print",
+    "wall_clock_breakdown", "zero_optimization.allgather_bucket_size", "zero_optimization.contiguous_gradients",
+    "zero_optimization.memory_efficient_linear", "zero_optimization.overlap_comm",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_max_live_parameters",
+    "zero_optimization.stage3_max_reuse_distance", "zero_optimization.stage3_param_persistence_threshold",
+    "zero_optimization.stage3_prefetch_bucket_size", "zero_optimization.sub_group_size",
+)  # fmt: skip
 
 
 class DeepSpeedEngine:
@@ -74,8 +86,10 @@ class DeepSpeedEngine:
         zero = config.deepspeed
         settings = settings_of(config, ranks)
         _join(deepspeed)
-        if "nvme" in (zero.offload_optimizer, zero.offload_parameters):
-            _need_drive()
+        taken = _taken(deepspeed, settings, zero.json_file)
+        if zero.nvme_path is not None and "nvme" in (zero.offload_optimizer, zero.offload_parameters):
+            _need_drive(zero.nvme_path)
+            give_back_host_memory()
 
         with torch.device("meta"):
             model = DeepSeek(config.model).to(stored)
@@ -115,7 +129,7 @@ class DeepSpeedEngine:
 
         given = _with_parameters(model, groups)
         basic, how = (optimizer(given), "optimizer: as given") if optimizer else _optimizer(given, config, ranks)
-        wrapped = _wrapped(deepspeed, model, basic, settings, experts=ranks.expert_mesh is not None)
+        wrapped = _wrapped(deepspeed, model, basic, settings, taken, experts=ranks.expert_mesh is not None)
         sharded = wrapped.optimizer
         self.model: nn.Module = wrapped
         self.optimizer: Any = sharded
@@ -151,6 +165,7 @@ class ZeroOwner:
 
     def begin(self, *, all_forwards_first: bool) -> None:
         self.factor = 1.0
+        self.discard()  # what an exception left between a window's last backward and its verdict
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -275,7 +290,7 @@ def settings_of(config: RunConfig, ranks: Ranks) -> dict[str, Any]:
         "overlap_comm": zero.zero_stage >= 2 and on_gpu,
         "contiguous_gradients": True,
         "reduce_bucket_size": zero.bucket,
-        "allgather_bucket_size": zero.bucket,
+        "allgather_bucket_size": zero.bucket + zero.bucket % 2,  # it wants an even number
         "stage3_prefetch_bucket_size": zero.bucket // 10,
         "stage3_param_persistence_threshold": zero.small_parameter,
         "sub_group_size": zero.sub_group,
@@ -285,6 +300,16 @@ def settings_of(config: RunConfig, ranks: Ranks) -> dict[str, Any]:
             optimization[key] = {"device": place, "pin_memory": on_gpu}
             if place == "nvme":
                 optimization[key]["nvme_path"] = str(zero.nvme_path)
+    if zero.offload_parameters == "nvme":
+        # By default a thousand million elements of each group stay in memory, and each parameter that is gathered holds
+        # one of five buffers: so none stays, and none is gathered before its use or kept after it.
+        optimization["offload_param"] |= {"max_in_cpu": 0, "buffer_count": 8}
+        optimization |= {
+            "stage3_max_live_parameters": 0,
+            "stage3_max_reuse_distance": 0,
+            "stage3_prefetch_bucket_size": 0,
+            "stage3_param_persistence_threshold": 0,
+        }
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -317,15 +342,41 @@ def _merge(settings: dict[str, Any], path: Path) -> None:
     if not isinstance(more, dict):
         raise UserError(f"deepspeed.json_file: {path} must hold an object of DeepSpeed's keys")
     optimization = more.pop("zero_optimization", {})
-    taken = [key for key in OURS if key in more]
-    taken += [f"zero_optimization.{key}" for key in OURS_OF_ZERO if key in optimization]
+    if not isinstance(optimization, dict):
+        raise UserError(f"deepspeed.json_file: zero_optimization in {path} must be an object of DeepSpeed's keys")
+    given = [*more, *(f"zero_optimization.{key}" for key in optimization)]
+    taken = [key for key in given if key in OURS]
     if taken:
         raise UserError(
             f"deepspeed.json_file: {path} sets {', '.join(taken)}, which this run's own keys say (batch, optimizer, "
             "precision, deepspeed): leave it out there"
         )
+    others = [key for key in given if key not in THEIRS]
+    if others:
+        raise UserError(
+            f"deepspeed.json_file: {path} sets {', '.join(others)}, which would change the step, or which nobody has "
+            f"looked at: it may set {', '.join(THEIRS)}"
+        )
+    if optimization.get("overlap_comm") and settings["zero_optimization"]["stage"] == 1:
+        raise UserError(
+            f"deepspeed.json_file: {path} sets zero_optimization.overlap_comm, which needs deepspeed.zero_stage 2 or 3"
+        )
     settings["zero_optimization"] |= optimization
     settings |= more
+
+
+def _taken(deepspeed: Any, settings: dict[str, Any], path: Path | None) -> Any:
+    """DeepSpeed's own object of ``settings``; ``path``: the JSON file that is in them."""
+    try:
+        return deepspeed.DeepSpeedConfig(settings)
+    except Exception as error:  # pydantic's, DeepSpeed's, assertions, whatever a value of another type brings about
+        if path is None:
+            raise
+        said = str(error).strip().splitlines()[0]
+        if hasattr(error, "errors"):
+            first = error.errors()[0]
+            said = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise UserError(f"deepspeed.json_file: DeepSpeed does not take what {path} says ({said})") from error
 
 
 def _import(device: torch.device) -> Any:
@@ -403,7 +454,9 @@ def _mark_experts(model: DeepSeek, ranks: Ranks) -> None:
                 p.allreduce, p.group_name = False, name  # type: ignore[attr-defined]
 
 
-def _wrapped(deepspeed: Any, model: nn.Module, optimizer: Any, settings: dict[str, Any], *, experts: bool) -> Any:
+def _wrapped(
+    deepspeed: Any, model: nn.Module, optimizer: Any, settings: dict[str, Any], taken: Any, *, experts: bool
+) -> Any:
     """DeepSpeed's engine, told that parameters differ between ranks: it looks for layers of its own class to learn."""
 
     class Engine(deepspeed.DeepSpeedEngine):  # type: ignore[misc]
@@ -411,8 +464,7 @@ def _wrapped(deepspeed: Any, model: nn.Module, optimizer: Any, settings: dict[st
             self.has_moe_layers = experts
             super()._configure_optimizer(*given)
 
-    config = deepspeed.DeepSpeedConfig(settings)
-    return Engine(args=None, model=model, optimizer=optimizer, config=settings, config_class=config)
+    return Engine(args=None, model=model, optimizer=optimizer, config=settings, config_class=taken)
 
 
 def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -440,13 +492,13 @@ def _with_parameters(model: nn.Module, groups: Sequence[tuple[list[str], float]]
 
 def _optimizer(given: list[dict[str, Any]], config: RunConfig, ranks: Ranks) -> tuple[torch.optim.Optimizer, str]:
     o = config.optimizer
-    if config.deepspeed.offload_optimizer != "none" and config.deepspeed.cpu_adam != "torch":
+    fits = o.moments == "fp32" and config.deepspeed.cpu_adam != "torch"  # it has no others
+    if config.deepspeed.offload_optimizer != "none" and fits:
         asked = config.deepspeed.cpu_adam == "deepspeed"
         if asked or ranks.device.type == "cuda":
             built = _cpu_adam(needed=asked)
             if built is not None:
-                adam = built(given, lr=o.lr, betas=o.betas, eps=o.eps, fp32_optimizer_states=o.moments == "fp32")
-                return adam, "optimizer: DeepSpeed's CPU Adam"
+                return built(given, lr=o.lr, betas=o.betas, eps=o.eps), "optimizer: DeepSpeed's CPU Adam"
     return build_adamw(given, lr=o.lr, betas=o.betas, eps=o.eps, moments=o.moments)
 
 
@@ -456,39 +508,53 @@ def _cpu_adam(*, needed: bool) -> Any:
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
     try:
-        _compile(CPUAdamBuilder())
-    except UserError:
-        raise
-    except Exception as error:  # whatever a compiler, or the lack of one, brings about
+        _compile(CPUAdamBuilder(), "deepspeed.cpu_adam: deepspeed", "deepspeed.cpu_adam=torch")
+    except CannotCompile:
         if needed:
-            first = str(error).strip().splitlines()[0]
-            raise UserError(
-                f"deepspeed.cpu_adam: deepspeed cannot be compiled here ({first}); install g++ and ninja, or use "
-                "deepspeed.cpu_adam=torch"
-            ) from error
+            raise
         return None
     return DeepSpeedCPUAdam
 
 
-def _compile(builder: Any) -> None:
+class CannotCompile(UserError):
+    """The compiler, or something it needs, is missing."""
+
+
+def _compile(builder: Any, what: str, instead: str) -> None:
     """At the first use, in minutes. A process that is killed meanwhile leaves a lock that every later one waits for."""
     from torch.utils.cpp_extension import _get_build_directory
 
-    lock = Path(_get_build_directory(builder.name, verbose=False), "lock")
-    if lock.exists() and time.time() - lock.stat().st_mtime > 1800:
-        raise UserError(f"{lock} was left by a process that ended while it compiled: remove it, and start again")
-    builder.load(verbose=False)
+    try:
+        lock = Path(_get_build_directory(builder.name, verbose=False), "lock")
+        if lock.exists() and time.time() - lock.stat().st_mtime > 1800:
+            raise UserError(f"{lock} was left by a process that ended while it compiled: remove it, and start again")
+        builder.load(verbose=False)
+    except UserError:
+        raise
+    except Exception as error:  # whatever a compiler, or the lack of one, brings about
+        first = str(error).strip().splitlines()[0]
+        raise CannotCompile(
+            f"{what} cannot be compiled here ({first}); install g++ and ninja, or use {instead}"
+        ) from error
 
 
-def _need_drive() -> None:
+def _need_drive(path: Path) -> None:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"deepspeed.nvme_path: {path} cannot be written to ({error.strerror}): name a folder on the drive"
+        ) from error
     if not AsyncIOBuilder().is_compatible(verbose=False):
         raise UserError(
             "deepspeed: offload to nvme needs libaio, which is not here: on Debian `apt install libaio-dev`, or use "
             "offload to cpu"
         )
-    _compile(AsyncIOBuilder())
+    _compile(AsyncIOBuilder(), "deepspeed: what reads and writes the drive", "offload to cpu")
 
 
 def _words(zero: DeepSpeedConfig, ranks: Ranks) -> str:

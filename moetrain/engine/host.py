@@ -1,11 +1,11 @@
-"""Host memory of a training process on CPU."""
+"""Host memory of a training process: which freed memory stays the process's own."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
 
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # glibc's malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
 
 def reuse_host_memory() -> bool:
@@ -16,10 +16,22 @@ def reuse_host_memory() -> bool:
     and none afterwards). Affects the whole process, so it is for programs to call and not for libraries; resident
     memory stays at its peak. Returns whether it was done: elsewhere than on glibc nothing is.
     """
+    return _set({_MMAP_THRESHOLD: 1 << 30, _TRIM_THRESHOLD: 2**31 - 1})
+
+
+def give_back_host_memory() -> bool:
+    """The opposite, for runs that keep states on a drive: every freed buffer goes back at once.
+
+    By default glibc raises its threshold with the buffers that are freed, and resident memory stays at its peak, too.
+    """
+    return _set({_MMAP_THRESHOLD: 1 << 20, _TRIM_THRESHOLD: 1 << 20})
+
+
+def _set(options: dict[int, int]) -> bool:
     if not sys.platform.startswith("linux"):
         return False
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):  # another C library
         return False
-    return all(mallopt(key, value) for key, value in ((_MMAP_THRESHOLD, 1 << 30), (_TRIM_THRESHOLD, 2**31 - 1)))
+    return all(mallopt(key, value) for key, value in options.items())

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from moetrain.checkpoint.runs import Run
 from moetrain.checkpoint.tensors import Described, Fill, difference, split_key
+from moetrain.optim.adamw import Bf16Moments
 
 
 class Piece(NamedTuple):
@@ -102,6 +103,8 @@ class ZeroState:
             buffer.copy_(rest[f"model.{name}"])
         self.zero.optimizer.state.clear()
         pieces = self._pieces()
+        # as torch does it, whatever they were saved in
+        moments_in = torch.bfloat16 if isinstance(self.zero.optimizer, Bf16Moments) else torch.float32
         for number, flat in enumerate(self.flats):
             with self._here(number, write=True):
                 state: dict[str, Any] = {}
@@ -110,13 +113,13 @@ class ZeroState:
                         continue
                     state[f"model.{name}"] = Run(self._shape(name), piece.first, _narrow(flat, piece))
                     for key, moment in keys.get(name, ()):
-                        full, dtype = f"optimizer.state.{name}.{key}", moment.properties.dtype
+                        full = f"optimizer.state.{name}.{key}"
                         if moment.size != self._shape(name):
-                            state[full] = torch.zeros(moment.size, dtype=dtype)
+                            state[full] = torch.zeros(moment.size, dtype=moment.properties.dtype)
                             continue
                         moments = self.zero.optimizer.state[flat]
                         if key not in moments:
-                            moments[key] = torch.zeros_like(flat, dtype=dtype, requires_grad=False)
+                            moments[key] = torch.zeros_like(flat, dtype=moments_in, requires_grad=False)
                         state[full] = Run(self._shape(name), piece.first, _narrow(moments[key], piece))
                 fill(state)
                 for full, value in state.items():

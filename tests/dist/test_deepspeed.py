@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tests.support.zero  # noqa: F401 - before ranks are forked
-from moetrain.accumulate import MoEAccumulator, Window
+from moetrain.accumulate import LossScale, MoEAccumulator, Window
 from moetrain.config import RunConfig
 from moetrain.engine import DeepSpeedEngine, NativeEngine
 from moetrain.engine.deepspeed import settings_of
@@ -72,7 +72,7 @@ def config_of(folder, family, *more: str) -> RunConfig:
     return base.model_copy(update={"model": {"V3": V3, "V2": V2}[family]})
 
 
-def steps(engine, config, scope, groups, windows, *, order, gradients, skip=lambda norm: None):
+def steps(engine, config, scope, groups, windows, *, order, gradients, skip=lambda norm: None, loss_scale=None):
     accumulator = MoEAccumulator(
         engine.model,
         engine.optimizer,
@@ -83,6 +83,7 @@ def steps(engine, config, scope, groups, windows, *, order, gradients, skip=lamb
         window_order=order,
         owner=engine.owner,
         skip_if=lambda norm: gradients() or skip(norm),
+        loss_scale=loss_scale,
     )
     return [accumulator.step(each) for each in windows]
 
@@ -161,6 +162,47 @@ def test_every_stage_takes_the_step_of_one_process(tmp_path, world):
             assert max(worst.values()) < BOUND, (number, name, worst)
 
 
+#: (precision, ZeRO stage, optimizer on the host)
+HALF = [("fp16", 1, True), *(("bf16", stage, host) for stage in (2, 3) for host in (False, True)), ("fp16", 3, False)]
+
+
+def adds_up(number: int, world: int, folder):
+    """Relative difference of every gradient of a window of eight equal micro-batches from that of one of them."""
+    from deepspeed.utils import safe_get_full_grad
+
+    found = {}
+    for precision, stage, host in HALF:
+        more = (f"deepspeed.zero_stage={stage}", f"deepspeed.offload_optimizer={'cpu' if host else 'none'}")
+        config = config_of(folder, "V3", f"precision={precision}", *more)
+        ranks = Ranks(number, world, torch.device("cpu"), *meshes("cpu", world))
+        engine = DeepSpeedEngine(config, ranks)
+        parameters = dict(engine.model.module.named_parameters())
+        seen = []
+
+        def keep(parameters=parameters, seen=seen) -> bool:
+            seen.append({n: safe_get_full_grad(p).double() for n, p in parameters.items()})
+            return True
+
+        part = rows(4 * number, 4 * number + 1)
+        scope, order = ("window", "forwards_first") if stage < 3 else ("sequence", "counting_pass")
+        windows = [Window([part] * 8), Window([part])]
+        steps(
+            engine, config, scope, ranks.groups, windows, order=order, gradients=keep, loss_scale=LossScale(2.0**10)
+        )  # fmt: skip
+        found[precision, stage, host] = (difference(*seen), {p.dtype for p in parameters.values()})
+    return found
+
+
+def test_in_half_precision_micro_batches_add_up_in_fp32(tmp_path):
+    """Eight eighths are one: products of 16 bits scale by powers of two without an error, and sums of 16 bits
+    would round."""
+    corpus(tmp_path)
+    for found in run_ranks(adds_up, 2, tmp_path):
+        for (precision, stage, host), (apart, dtypes) in found.items():
+            assert dtypes == {{"bf16": torch.bfloat16, "fp16": torch.float16}[precision]}, (precision, stage, host)
+            assert apart < (1e-6 if precision == "bf16" else 1e-4), (precision, stage, host)
+
+
 DISCARDING = (
     ("deepspeed.zero_stage=1",),
     ("deepspeed.zero_stage=2", "deepspeed.offload_optimizer=cpu"),
@@ -171,45 +213,67 @@ DISCARDING = (
 
 
 def discards(number: int, world: int, folder):
+    """Two steps: alone, with a discarded window between them, and with one that ends in an error of its guard's."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     found = {}
     for more in DISCARDING:
-        for discarding in (False, True):
+        for between in (None, "discarded", "raised"):
             config = config_of(folder, "V3", *more)
             ranks = Ranks(number, world, torch.device("cpu"), *meshes("cpu", world))
             engine = DeepSpeedEngine(config, ranks)
-            verdicts = iter([None, "not this one", None] if discarding else [None, None])
-            other = Window([rows(number, number + 1)] * 3)
-            part = rank_window(number, world)
-            windows = [part, other, part] if discarding else [part, part]
-            reports = steps(
-                engine, config, "previous", ranks.groups, windows, order="counting_pass",
-                gradients=lambda: None, skip=lambda norm, verdicts=verdicts: next(verdicts),
+            verdicts = iter([None, None] if between is None else [None, between, None])
+
+            def judge(norm: float, verdicts=verdicts) -> str | None:
+                verdict = next(verdicts)
+                if verdict == "raised":
+                    raise ZeroDivisionError
+                return verdict
+
+            accumulator = MoEAccumulator(
+                engine.model, engine.optimizer, loss=DeepSeekLoss(config.model), groups=ranks.groups,
+                balance=every_loss(config.model, "previous"), max_norm=0.5, owner=engine.owner, skip_if=judge,
             )  # fmt: skip
-            assert [r.skipped for r in reports] == ([None, "not this one", None] if discarding else [None, None])
+            reports = [accumulator.step(rank_window(number, world))]
+            other = Window([rows(number, number + 1)] * 3)
+            if between == "discarded":
+                assert accumulator.step(other).skipped == "discarded"
+            elif between == "raised":
+                with pytest.raises(ZeroDivisionError):
+                    accumulator.step(other)
+            reports.append(accumulator.step(rank_window(number, world)))
+            assert [r.skipped for r in reports] == [None, None]
             module = engine.model.module
-            found[more, discarding] = (
+            found[more, between] = (
                 {n: safe_get_full_fp32_param(p).clone() for n, p in module.named_parameters()},
                 {n: b.clone() for n, b in module.named_buffers()},
-                [float(r.total) for r in reports if r.skipped is None],
+                [float(r.total) for r in reports],
             )
     return found
 
 
-def test_a_discarded_window_leaves_nothing_behind(tmp_path):
+@pytest.mark.timeout(150)
+def test_a_window_without_a_step_leaves_nothing_behind(tmp_path):
     corpus(tmp_path)  # once, for all ranks
-    for found in run_ranks(discards, 2, tmp_path):
+    for found in run_ranks(discards, 2, tmp_path, timeout=140):
         for more in DISCARDING:
-            (p, b, losses), (p2, b2, losses2) = found[more, False], found[more, True]
-            assert losses == losses2, more
-            assert all(torch.equal(p[n], p2[n]) for n in p) and all(torch.equal(b[n], b2[n]) for n in b), more
+            p, b, losses = found[more, None]
+            for between in ("discarded", "raised"):
+                p2, b2, losses2 = found[more, between]
+                assert losses == losses2, (more, between)
+                assert all(torch.equal(p[n], p2[n]) for n in p), (more, between)
+                assert all(torch.equal(b[n], b2[n]) for n in b), (more, between)
 
 
-def starves(number: int, world: int, folder, stage: int):
-    """20 steps in which a rank's tokens go to two experts, other ones on each rank and in each step; stage 0: ours."""
-    config = config_of(folder, "V3", f"deepspeed.zero_stage={stage or 1}")
-    ranks = Ranks(number, world, torch.device("cpu"), *meshes("cpu", world))
+def starves(number: int, world: int, folder, stage: int, ep: int, together: bool):
+    """20 steps in which a rank's tokens go to two experts, other ones in each step; stage 0: ours.
+
+    ``together``: those of all ranks go to the same half of the experts, so that the other half, which is all that a
+    rank of two has where experts are spread, sees no token; and the ranks take turns with the windows, some empty.
+    """
+    more = () if ep == 1 else (f"parallel.ep={ep}",)
+    config = config_of(folder, "V3", f"deepspeed.zero_stage={stage or 1}", *more)
+    ranks = Ranks(number, world, torch.device("cpu"), *meshes("cpu", world, ep=ep))
     if stage:
         engine = DeepSpeedEngine(config, ranks)
     else:
@@ -217,23 +281,33 @@ def starves(number: int, world: int, folder, stage: int):
     accumulator = MoEAccumulator(
         engine.model, engine.optimizer, loss=DeepSeekLoss(config.model), groups=ranks.groups, owner=engine.owner
     )
-    part = rank_window(number, world)
     routers = len(accumulator.ledger.routers)
     losses = []
     for step in range(20):
-        first = 4 * ((step + number) % 2)
+        part = rank_window((number + step) % world if together else number, world)
+        first = 4 * ((step + (0 if together else number)) % 2)
         chosen = torch.tensor([first, first + 1 + step % 3])
         routing = [chosen.expand(routers, item.input_ids.numel(), 2) for item in part]
         losses.append(float(accumulator.step(part, routing=routing).total))
     return losses
 
 
-def test_starved_experts_neither_hang_nor_change_a_loss(tmp_path):
+STARVED = {
+    "half of them on each rank": (False, ((2, 2, 1), (2, 3, 1))),
+    "all of a rank": (True, ((2, 1, 2), (2, 2, 2))),
+    "ranks in turn": (True, ((4, 3, 1),)),
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("which", [*list(STARVED)[:2], pytest.param("ranks in turn", marks=pytest.mark.slow)])
+def test_starved_experts_neither_hang_nor_change_a_loss(tmp_path, which):
     corpus(tmp_path)
-    want = run_ranks(starves, 2, tmp_path, 0)[0]
-    for stage in (2, 3):
-        got = run_ranks(starves, 2, tmp_path, stage, timeout=60)[0]
-        assert len(got) == 20 and got == pytest.approx(want, rel=1e-5), stage
+    together, layouts = STARVED[which]
+    want = run_ranks(starves, 2, tmp_path, 0, 1, together)[0]
+    for world, stage, ep in layouts:
+        got = run_ranks(starves, world, tmp_path, stage, ep, together, timeout=120)[0]
+        assert len(got) == 20 and got == pytest.approx(want, rel=1e-5), (world, stage, ep)
 
 
 def test_a_json_file_adds_keys_and_may_not_take_ours(tmp_path):
@@ -244,14 +318,20 @@ def test_a_json_file_adds_keys_and_may_not_take_ours(tmp_path):
         path.write_text(text)
         return settings_of(config_of(tmp_path, "V3", f"deepspeed.json_file={path}"), alone)
 
-    got = settings('{"zero_optimization": {"reduce_bucket_size": 5}, "prescale_gradients": false}')
-    assert got["zero_optimization"]["reduce_bucket_size"] == 5 and got["prescale_gradients"] is False
+    got = settings('{"zero_optimization": {"reduce_bucket_size": 5}, "dump_state": true}')
+    assert got["zero_optimization"]["reduce_bucket_size"] == 5 and got["dump_state"] is True
     assert got["gradient_clipping"] == 0.0 and got["zero_optimization"]["stage"] == 3
     for text, said in (
         ('{"gradient_clipping": 1.0}', "sets gradient_clipping"),
         ('{"zero_optimization": {"stage": 2}}', "sets zero_optimization.stage"),
         ("{", "is not JSON"),
         ("[]", "must hold an object"),
+        ('{"zero_optimization": [1]}', "must be an object"),
+        ('{"zero_optimization": null}', "must be an object"),
+        ('{"gradient_allreduce_op": "sum"}', "would change the step"),
+        ('{"zero_optimization": {"zero_quantized_gradients": true}}', "would change the step"),
+        ('{"zero_optimization": {"round_robin_gradients": true}}', "nobody has looked at"),
+        ('{"zero_optimization": {"reduce_buckett_size": 5}}', "sets zero_optimization.reduce_buckett_size"),
     ):
         with pytest.raises(UserError, match=said):
             settings(text)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+
 import pytest
 
 import tests.support.zero  # noqa: F401 - before ranks are forked
-from tests.support.runs import losses, train_on
+from tests.support.runs import ROOT, environment, losses, overrides, train_on
 
 pytestmark = pytest.mark.dist
 
@@ -94,16 +99,54 @@ def test_deepspeed_s_cpu_adam_is_torch_s_and_goes_on_from_it(tmp_path):
     assert losses(run) == pytest.approx(want, rel=BOUND)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_states_on_a_drive_are_those_in_memory(tmp_path):
+def need_libaio() -> None:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if not AsyncIOBuilder().is_compatible(verbose=False):
         pytest.skip("libaio-dev is not installed")
-    how = (*SAME, ZERO, "deepspeed.zero_stage=3")
-    drive = ("deepspeed.offload_optimizer=nvme", "deepspeed.offload_parameters=nvme")
-    want = losses(train_on(2, "671B", tmp_path / "memory", "steps=4", *how))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_states_on_a_drive_are_those_in_memory(tmp_path, precision):
+    """Made there, saved from there, loaded to there; in bf16 masters are other numbers than weights."""
+    need_libaio()
+    how = (*SAME, ZERO, "deepspeed.zero_stage=3", "deepspeed.small_parameter=0", f"precision={precision}")
+    drive = (
+        "deepspeed.offload_optimizer=nvme",
+        "deepspeed.offload_parameters=nvme",
+        f"deepspeed.nvme_path={tmp_path / 'nvme'}",
+    )
+    want = losses(train_on(2, "671B", tmp_path / "memory", "steps=6", *how))
     folder = tmp_path / "drive"
-    train_on(2, "671B", folder, "steps=2", *how, *drive, f"deepspeed.nvme_path={tmp_path / 'nvme'}")
-    assert losses(train_on(2, "671B", folder, "steps=4", *how)) == pytest.approx(want, rel=BOUND)
+    train_on(2, "671B", folder, "steps=2", *how, *drive)
+    train_on(2, "671B", folder, "steps=4", *how, *drive)
+    assert losses(train_on(2, "671B", folder, "steps=6", *how)) == pytest.approx(want, rel=BOUND)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_lies_on_a_drive_is_not_in_memory(tmp_path):
+    """The peak of the whole process, with Python and torch in it, is below what weights, masters, moments take."""
+    need_libaio()
+    layers, width, experts = 12, 384, 16
+    config = [
+        *overrides("671B", tmp_path), "steps=2", "device=cpu", ZERO, "precision=fp32",
+        f"model.num_hidden_layers={layers}", f"model.hidden_size={width}", f"model.intermediate_size={4 * width}",
+        f"model.moe_intermediate_size={width}", f"model.n_routed_experts={experts}", "model.num_nextn_predict_layers=0",
+        "batch.global_batch=2", "batch.micro_batch=1", "deepspeed.offload_optimizer=nvme",
+        "deepspeed.offload_parameters=nvme", f"deepspeed.nvme_path={tmp_path / 'nvme'}", "deepspeed.bucket=2000000",
+        "deepspeed.sub_group=5000000",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "moetrain", "--config", str(ROOT / "configs/671B/smoke.yaml"), *config]
+    with (tmp_path / "said").open("w") as said:
+        run = subprocess.Popen(command, env=environment(), stdout=said, stderr=said)
+        _, status, used = os.wait4(run.pid, 0)
+    text = (tmp_path / "said").read_text()
+    assert status == 0, text
+    found = re.search(r"([0-9.]+) M parameters", text)
+    assert found is not None
+    states = 16e6 * float(found[1])
+    print(f"states {states / 2**20:.0f} MiB, peak {used.ru_maxrss / 1024:.0f} MiB")
+    assert 1024 * used.ru_maxrss < states

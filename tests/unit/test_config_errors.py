@@ -148,6 +148,12 @@ def test_a_group_of_one_expert_has_no_best_two() -> None:
             "optimizer.moments: bf16 cannot lie on a drive",
         ),
         (
+            ["deepspeed={offload_optimizer: cpu, cpu_adam: deepspeed}", "optimizer.moments=bf16"],
+            "is not what DeepSpeed's CPU Adam keeps",
+        ),
+        (["deepspeed.cpu_adam=deepspeed"], "set offload_optimizer to cpu or nvme"),
+        (["deepspeed.zero_stage=1", "parallel.reduce=micro_batch"], "needs deepspeed.zero_stage 2 or 3"),
+        (
             ["batch={global_batch: 8, micro_batch: 2, noise_scale: {minimum: 4, maximum: 16}}"],
             "which ZeRO does not keep",
         ),
