@@ -17,7 +17,7 @@ import torch
 
 from moetrain import loop
 from moetrain.accumulate import Balance, LossScale, MoEAccumulator, Window
-from moetrain.checkpoint import CheckpointFolder, from_pretrained
+from moetrain.checkpoint import CheckpointFolder, PretrainedWeights
 from moetrain.config import (
     ConstantCosineConstantSchedule,
     CosineSchedule,
@@ -29,7 +29,7 @@ from moetrain.config.run import FORWARDS_FIRST
 from moetrain.data import Data, GlobalBatches, Prefetcher, build_data
 from moetrain.engine import DeepSpeedEngine, Engine, NativeEngine, reuse_host_memory
 from moetrain.loop import Budget, Progress
-from moetrain.model import DeepSeek, DeepSeekLoss
+from moetrain.model import DeepSeekLoss
 from moetrain.model.flops import flops_per_token, parameter_counts
 from moetrain.observe import RunLog, peak_flops, stuck
 from moetrain.optim import (
@@ -87,13 +87,8 @@ def train(config: RunConfig, path: Path | None = None) -> Result:
 
 def _train(config: RunConfig, ranks: Ranks, watch: stuck.Watch) -> Result:
     data = build_data(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
-    load = None if config.init_from is None else partial(_load, config.init_from, ranks.device)
     loss = DeepSeekLoss(config.model)
-    engine: Engine = (
-        DeepSpeedEngine(config, ranks, load=load)
-        if config.engine == "deepspeed"
-        else NativeEngine(config, ranks, loss, load=load)
-    )
+    engine = _engine(config, ranks, loss)
     watch.model = engine.model
     sizes = batch_sizes(config)
     budget, total_tokens = budget_of(config, sizes)
@@ -206,16 +201,19 @@ def _train(config: RunConfig, ranks: Ranks, watch: stuck.Watch) -> Result:
     return Result(config.run_dir, progress.step, last)
 
 
+def _engine(config: RunConfig, ranks: Ranks, loss: DeepSeekLoss) -> Engine:
+    weights = None if config.init_from is None else PretrainedWeights(config.init_from, config.model)
+    if config.engine == "deepspeed":
+        return DeepSpeedEngine(config, ranks, weights=weights)
+    return NativeEngine(config, ranks, loss, weights=weights)
+
+
 def _mfu_per_rate(config: RunConfig, ranks: Ranks) -> float | None:
     """FLOPs a token needs over FLOP/s of all devices: times tokens/s this is the MFU. None: peak unknown."""
     if ranks.device.type != "cuda":
         return None
     peak = peak_flops(torch.cuda.get_device_name(ranks.device))
     return None if peak is None else flops_per_token(config.model, config.data.seq_len) / (peak * ranks.world)
-
-
-def _load(folder: Path, device: torch.device, dtype: torch.dtype) -> DeepSeek:
-    return from_pretrained(folder, dtype=dtype, device=device)
 
 
 def batch_sizes(config: RunConfig) -> BatchSizes:
