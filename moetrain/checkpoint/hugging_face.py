@@ -295,9 +295,14 @@ def _one_of(folder: Path, own: ModelConfig, asked: ModelConfig) -> ModelConfig:
             "asks for more: set it lower"
         )
     same = own.model_copy(update={"num_nextn_predict_layers": depth})
-    if list(pieces(same)) != list(pieces(asked)):
-        theirs, ours = same.model_dump(), asked.model_dump()
-        apart = [f"model.{key}={ours[key]} ({theirs[key]} there)" for key in ours if ours[key] != theirs[key]]
+    tensors = set(pieces(same))
+    if set(pieces(asked)) != tensors:
+        values = {key: (getattr(asked, key), getattr(same, key)) for key in type(asked).model_fields}
+        apart = [
+            f"model.{key}={ours} ({theirs} there)"
+            for key, (ours, theirs) in values.items()
+            if set(pieces(same.model_copy(update={key: ours}))) != tensors
+        ]
         raise UserError(
             f"{folder} is another model than this run's: {', '.join(apart)}; leave `model` out of the run, and the "
             "folder says what it is"

@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-#: elements drawn at once, 16 MB in fp32; a multiple of 16 (see ``_chunks``)
-CHUNK = 1 << 22
+#: elements drawn at once, 4 MB in fp32; a multiple of 16 (see ``_chunks``)
+CHUNK = 1 << 20
 BIAS = "e_score_correction_bias"
 
 
@@ -25,7 +25,7 @@ class Weights(Protocol):
     def fill(self, name: str, shape: Sequence[int], first: int, rows: Tensor) -> None:
         """Sets ``rows`` [n, ...], contiguous, of any dtype and device, to rows ``first`` to ``first + n`` of a tensor.
 
-        ``shape`` is that of the whole tensor. Beside ``rows`` there are never more than some tens of MB.
+        ``shape`` is that of the whole tensor. Beside ``rows`` it needs some tens of MB at most.
         """
         ...
 
