@@ -377,10 +377,10 @@ def _partition(
             part = _part(weights, name, p, ranks)
             if computed != p.dtype:
                 parts[name] = part[: max(0, p.numel() - ranks.data_rank * len(part))]
-            empty = torch.empty((), dtype=p.dtype, device=ranks.device).expand(p.shape)  # the shape alone
+            empty = torch.empty((), dtype=computed, device=ranks.device).expand(p.shape)  # the shape alone
             held = nn.Parameter(empty, requires_grad=p.requires_grad)
             setattr(module, key, held)
-            shards.take(held, part)
+            shards.take(held, part.to(computed))
         for key, buffer in module.named_buffers(recurse=False):
             rows = torch.empty_like(buffer, device=ranks.device)
             weights.fill(f"{prefix}.{key}", buffer.shape, 0, rows)

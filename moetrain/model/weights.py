@@ -49,11 +49,11 @@ class FreshWeights:
         start = first * math.prod(shape[1:])
         end = start + flat.numel()
         generator = torch.Generator().manual_seed(self.seed * 0x9E3779B1 % 2**31 + zlib.crc32(name.encode()))
-        at = 0
+        at, room = 0, torch.empty(min(math.prod(shape), CHUNK + 15), dtype=torch.float32, device="cpu")
         for size in _chunks(math.prod(shape)):
             if at >= end:
                 return
-            values = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
+            values = room[:size].normal_(generator=generator)
             low, high = max(start, at), min(end, at + size)
             if low < high:
                 flat[low - start : high - start].copy_(values[low - at : high - at].mul_(self.std))

@@ -18,7 +18,7 @@ from moetrain.checkpoint import PretrainedWeights, from_pretrained, save_pretrai
 from moetrain.engine import DeepSpeedEngine, NativeEngine
 from moetrain.engine.filling import own_rows
 from moetrain.model import DeepSeek, DeepSeekLoss
-from moetrain.parallel.plan import needs_group
+from moetrain.parallel.plan import dtypes, needs_group
 from moetrain.parallel.ranks import Ranks, meshes
 from tests.support.fresh import drawn
 from tests.support.processes import run_ranks
@@ -115,6 +115,7 @@ def on_rank(rank, world, folder, wanted):
             weights = None if source == "seed" else PretrainedWeights(source, model)
             if zero:
                 engine = DeepSpeedEngine(config, ranks, weights=weights)
+                assert {x.dtype for x in engine.model.module.parameters()} == {dtypes(config.precision, ranks.device)[1]}
                 got = of_zero(engine)
             else:
                 engine = NativeEngine(config, ranks, DeepSeekLoss(model), weights=weights)

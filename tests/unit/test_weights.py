@@ -61,8 +61,8 @@ def test_at_full_size_chunks_are_no_other_numbers(more):
 def test_nothing_is_drawn_after_the_last_row_and_never_more_than_a_chunk(monkeypatch):
     monkeypatch.setattr(weights, "CHUNK", 64)
     sizes = []
-    real = torch.randn
-    monkeypatch.setattr(torch, "randn", lambda *a, **k: sizes.append(a[0]) or real(*a, **k))
+    real = torch.Tensor.normal_
+    monkeypatch.setattr(torch.Tensor, "normal_", lambda x, **k: sizes.append(x.numel()) or real(x, **k))
     rows_of(FreshWeights(STD, 0), "x", (100, 8), 3, 15)
     assert sizes == [64, 64]
     sizes.clear()
