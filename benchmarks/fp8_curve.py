@@ -16,6 +16,7 @@ import csv
 import json
 import multiprocessing as mp
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -32,7 +33,7 @@ def train(run: str, steps: int, lr: float, seed: int, folder: str) -> None:
     import torch
 
     import moetrain
-    from moetrain.model import DeepSeek
+    from moetrain.model import FreshWeights
     from moetrain.parallel import plan
     from moetrain.precision import Groups, Reference
     from moetrain_kernels.quantise import Quantised, blocks
@@ -43,20 +44,18 @@ def train(run: str, steps: int, lr: float, seed: int, folder: str) -> None:
         def dgrad(self, dy: Quantised, weight: Quantised, groups: Groups, dtype: torch.dtype) -> torch.Tensor:
             return super().dgrad(blocks(dy.dequantise()), weight, groups, dtype)
 
-    class Moved(DeepSeek):
-        def init_weights(self, seed: int, device: str) -> None:
-            super().init_weights(seed, device=device)
-            with torch.no_grad():
-                for p in self.parameters():
-                    p.mul_(1 + 1e-6 * torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)))
+    class Moved(FreshWeights):
+        def fill(self, name: str, shape: Sequence[int], first: int, rows: torch.Tensor) -> None:
+            super().fill(name, shape, first, rows)
+            rows.mul_(1 + 1e-6 * torch.randn(rows.shape, generator=torch.Generator().manual_seed(seed)))
 
     torch.set_num_threads(1)
     if "blocks" in run:
-        plan.products_for = lambda name, device: InBlocks()  # type: ignore[assignment]
+        plan.products_for = lambda name, device, **_: InBlocks()  # type: ignore[assignment]
     if "again" in run:
         from moetrain.engine import native
 
-        native.DeepSeek = Moved  # type: ignore[misc]
+        native.FreshWeights = Moved  # type: ignore[misc]
     keys = [*WIDER, f"precision={RUNS[run]}", f"steps={steps}", f"seed={seed}", f"optimizer.lr={lr}"]
     keys.append(f"run_dir={folder}")
     moetrain.train(moetrain.load_config(ROOT / "configs" / "671B" / "smoke.yaml", keys))

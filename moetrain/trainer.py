@@ -18,7 +18,7 @@ import torch
 
 from moetrain import loop
 from moetrain.accumulate import Balance, LossScale, MoEAccumulator, Window
-from moetrain.checkpoint import CheckpointFolder, from_pretrained
+from moetrain.checkpoint import CheckpointFolder, PretrainedWeights
 from moetrain.config import (
     ConstantCosineConstantSchedule,
     CosineSchedule,
@@ -30,7 +30,7 @@ from moetrain.config.run import FORWARDS_FIRST
 from moetrain.data import Data, GlobalBatches, Prefetcher, build_data
 from moetrain.engine import DeepSpeedEngine, Engine, NativeEngine, reuse_host_memory
 from moetrain.loop import Budget, Progress
-from moetrain.model import DeepSeek, DeepSeekLoss
+from moetrain.model import DeepSeekLoss
 from moetrain.model.flops import flops_per_token, parameter_counts
 from moetrain.observe import RunLog, peak_flops, stuck
 from moetrain.optim import (
@@ -94,10 +94,10 @@ def ranks_of(config: RunConfig) -> Iterator[Ranks]:
 
 
 def engine_of(config: RunConfig, ranks: Ranks, loss: DeepSeekLoss) -> Engine:
-    load = None if config.init_from is None else partial(_load, config.init_from, ranks.device)
+    weights = None if config.init_from is None else PretrainedWeights(config.init_from, config.model)
     if config.engine == "deepspeed":
-        return DeepSpeedEngine(config, ranks, load=load)
-    return NativeEngine(config, ranks, loss, load=load)
+        return DeepSpeedEngine(config, ranks, weights=weights)
+    return NativeEngine(config, ranks, loss, weights=weights)
 
 
 def accumulator_of(
@@ -229,10 +229,6 @@ def _mfu_per_rate(config: RunConfig, ranks: Ranks) -> float | None:
         return None
     peak = peak_flops(torch.cuda.get_device_name(ranks.device))
     return None if peak is None else flops_per_token(config.model, config.data.seq_len) / (peak * ranks.world)
-
-
-def _load(folder: Path, device: torch.device, dtype: torch.dtype) -> DeepSeek:
-    return from_pretrained(folder, dtype=dtype, device=device)
 
 
 def batch_sizes(config: RunConfig) -> BatchSizes:

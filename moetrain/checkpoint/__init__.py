@@ -1,6 +1,6 @@
 """State of a run, and models in the formats of others."""
 
-from moetrain.checkpoint.hugging_face import from_pretrained, save_pretrained
+from moetrain.checkpoint.hugging_face import PretrainedWeights, from_pretrained, save_pretrained
 from moetrain.checkpoint.train_state import CheckpointFolder
 
-__all__ = ["CheckpointFolder", "from_pretrained", "save_pretrained"]
+__all__ = ["CheckpointFolder", "PretrainedWeights", "from_pretrained", "save_pretrained"]

@@ -1,17 +1,17 @@
 """Models in and out of Hugging Face folders, one tensor at a time.
 
-A 671B folder is larger than any host's memory, so nothing here ever holds more than the model and a few tensors:
-reading fills a model that was built without memory and lets go of each shard after its last tensor, writing makes one
-shard after the other.
+A 671B folder is larger than any host's memory, so nothing here ever holds more than a few tensors beside what is filled
+or saved: ``PretrainedWeights`` reads the rows that a process asks for and no others, and lets go of a file soon after,
+writing makes one shard after the other.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import groupby
@@ -29,12 +29,16 @@ from moetrain.checkpoint.names import Piece, pieces
 from moetrain.config.model import ModelConfig
 from moetrain.errors import UserError
 from moetrain.model import DeepSeek
+from moetrain_kernels.quantise import TILE
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SCALE = "_scale_inv"
 #: dtypes whose numbers are the weights; FP8 has scales besides
 PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+#: elements read at once (rows of one tensor, at least one), and bytes after which files are let go of
+STEP = 1 << 22
+MAPPED = 1 << 25
 
 
 def from_pretrained(
@@ -52,31 +56,12 @@ def from_pretrained(
     Raises:
         UserError: a file or tensor is missing, damaged, of another shape, or not of this model; names it.
     """
-    folder = Path(folder)
-    config = ModelConfig.from_hf(_json(folder / "config.json"))
-    with _Reader(folder) as reader:
-        if config.num_nextn_predict_layers and not reader.has_prefix(f"model.layers.{config.num_hidden_layers}."):
-            # transformers keeps the key and drops the weights
-            warnings.warn(
-                f"{folder} announces {config.num_nextn_predict_layers} MTP layers and holds none: loaded without",
-                stacklevel=2,
-            )
-            config = config.model_copy(update={"num_nextn_predict_layers": 0})
-        with torch.device("meta"):
-            model = DeepSeek(config).to(dtype)
-        model.to_empty(device=device)
-        state = model.state_dict()
-        with torch.no_grad():
-            for piece in reader.plan(config):
-                place, tensor = _place(state[piece.ours], piece), reader.read(piece)
-                if not piece.copy:
-                    place.copy_(tensor)
-                elif not _equal(place, tensor):
-                    warnings.warn(
-                        f"{folder} has {piece.released} with other values than the main model's {piece.ours}, which "
-                        "is used for both: here MTP shares it",
-                        stacklevel=2,
-                    )
+    weights = PretrainedWeights(folder)
+    with torch.device("meta"):
+        model = DeepSeek(weights.config).to(dtype)
+    model.to_empty(device=device)
+    for name, tensor in model.state_dict().items():
+        weights.fill(name, tensor.shape, 0, tensor)
     return model
 
 
@@ -134,20 +119,69 @@ def tensor_inventory(config: ModelConfig, *, quantized: bool) -> dict[str, tuple
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-class _Reader:
-    """The tensors of a folder by name; shards are opened when they are first needed."""
+class PretrainedWeights:
+    """The weights of a Hugging Face folder, as ``moetrain.model.weights.Weights``: reads the rows that are asked for.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    FP8 blocks are dequantised. Of MTP's duplicates of embedding and head, where they differ from the main model's, that
+    one counts, and a warning says so.
+
+    Args:
+        folder: see ``from_pretrained``.
+        config: of the model that is filled; its tensors have to be the folder's, but may leave MTP out. Default: the
+            folder's own, without MTP where it is announced and missing.
+
+    Raises:
+        UserError: a file or tensor is missing, damaged, of another shape, or not of this model; names it. What only the
+            tensors themselves tell is found when they are read.
+    """
+
+    def __init__(self, folder: str | Path, config: ModelConfig | None = None) -> None:
+        self.folder = Path(folder)
+        own = ModelConfig.from_hf(_json(self.folder / "config.json"))
         self._open: dict[str, Any] = {}
+        self._mapped = 0
         self._where = self._locate()
-        self._unread: Counter[str] = Counter()
+        depth = own.num_nextn_predict_layers
+        if depth and not any(n.startswith(f"model.layers.{own.num_hidden_layers}.") for n in self._where):
+            # transformers keeps the key and drops the weights
+            if config is None:
+                warnings.warn(f"{folder} announces {depth} MTP layers and holds none: loaded without", stacklevel=3)
+            own = own.model_copy(update={"num_nextn_predict_layers": 0})
+        self.config = own if config is None else _one_of(self.folder, own, config)
+        self._pieces = self._plan(own)
 
-    def __enter__(self) -> _Reader:
-        return self
+    @torch.no_grad()
+    def fill(self, name: str, shape: Sequence[int], first: int, rows: Tensor) -> None:
+        last, others = first + len(rows), set()
+        for piece in self._pieces[name]:
+            if piece.expert is not None:
+                if first <= piece.expert < last:
+                    place = rows[piece.expert - first]
+                    self._fill(piece, 0, place if piece.rows is None else place[piece.rows[0] : piece.rows[1]])
+                continue
+            start, end = piece.rows or (0, shape[0])
+            low, high = max(first, start), min(last, end)
+            if low < high and not self._fill(piece, low - start, rows[low - first : high - first]):
+                others.add(piece.released)
+        for released in sorted(others):
+            warnings.warn(
+                f"{self.folder} has {released} with other values than the main model's {name}, which is used for both: "
+                "here MTP shares it",
+                stacklevel=3,
+            )
 
-    def __exit__(self, *exc: object) -> None:
-        self._open.clear()
+    def _fill(self, piece: Piece, first: int, place: Tensor) -> bool:
+        """Sets ``place`` to a released tensor's rows from ``first`` on; of a copy says whether it is what is there."""
+        step = max(1, STEP // max(1, math.prod(piece.shape[1:])))
+        same = True
+        for at in range(0, len(place), step):
+            part = place[at : at + step]
+            tensor = self._read(piece, first + at, first + at + len(part))
+            if piece.copy:
+                same = same and torch.equal(part, tensor.to(part))
+            else:
+                part.copy_(tensor)
+        return same
 
     def _locate(self) -> dict[str, str]:
         """File of every tensor."""
@@ -161,14 +195,11 @@ class _Reader:
                     raise UserError(f"{index} names {name}, which is not in {self.folder}; download that shard")
             return dict(where)
         if (self.folder / SINGLE).is_file():
-            return dict.fromkeys(self._shard(SINGLE).keys(), SINGLE)
+            return dict.fromkeys(self._opened(SINGLE).keys(), SINGLE)
         raise UserError(f"{self.folder} holds neither {SINGLE} nor {INDEX}; give a Hugging Face folder with weights")
 
-    def has_prefix(self, prefix: str) -> bool:
-        return any(name.startswith(prefix) for name in self._where)
-
-    def plan(self, config: ModelConfig) -> list[Piece]:
-        """What to read, after a check that everything is there and nothing else."""
+    def _plan(self, config: ModelConfig) -> dict[str, list[Piece]]:
+        """What each of our tensors consists of, after a check that everything is there and nothing else."""
         wanted = list(pieces(config, fused=any(name.endswith(".mlp.experts.gate_up_proj") for name in self._where)))
         missing = [p.released for p in wanted if p.released not in self._where and not p.copy]
         if missing:
@@ -182,18 +213,19 @@ class _Reader:
                 f"{self.folder} holds the tensor {sorted(other)[0]}{more}, which its config.json has no place for; "
                 "the two do not belong together"
             )
-        wanted = [p for p in wanted if p.released in self._where]
-        names = (name for p in wanted for name in (p.released, p.released + SCALE))
-        self._unread = Counter(self._where[name] for name in names if name in self._where)
-        return wanted
+        plan: dict[str, list[Piece]] = {}
+        for piece in wanted:
+            if piece.released in self._where:
+                plan.setdefault(piece.ours, []).append(piece)
+        return plan
 
-    def read(self, piece: Piece) -> Tensor:
-        """One tensor of the plan, once, in the shape the config asks for, never FP8."""
-        tensor = self._tensor(piece.released)
+    def _read(self, piece: Piece, first: int, last: int) -> Tensor:
+        """Rows of a tensor that has the shape the config asks for, never FP8."""
+        tensor, shape = self._rows(piece.released, first, last)
         shard = self._where[piece.released]
-        if tuple(tensor.shape) != piece.shape:
+        if shape != piece.shape:
             raise UserError(
-                f"{shard} in {self.folder} has {piece.released} of shape {list(tensor.shape)}, "
+                f"{shard} in {self.folder} has {piece.released} of shape {list(shape)}, "
                 f"and config.json makes it {list(piece.shape)}; the two do not belong together"
             )
         scale = piece.released + SCALE
@@ -206,7 +238,7 @@ class _Reader:
             return tensor
         if tensor.dtype != torch.float8_e4m3fn or tensor.ndim != 2:
             raise UserError(
-                f"{shard} in {self.folder} has {piece.released} as {_name(tensor.dtype)} {list(tensor.shape)}, which "
+                f"{shard} in {self.folder} has {piece.released} as {_name(tensor.dtype)} {list(shape)}, which "
                 "cannot be read; convert the folder to bfloat16"
             )
         if scale not in self._where:
@@ -214,27 +246,36 @@ class _Reader:
                 f"{self.folder} has {piece.released} in FP8 but not its {scale}; without the scales the weights mean "
                 "nothing: download the folder again"
             )
-        try:
-            return dequantise(tensor, self._tensor(scale))
-        except ValueError as error:
-            raise UserError(f"{self.folder}: {scale} does not fit its weight ({error})") from None
+        # whole blocks, since a scale is of one
+        above = first // TILE * TILE
+        scales, size = self._rows(scale, above // TILE, -(-last // TILE))
+        if size != scale_shape(*piece.shape):
+            raise UserError(
+                f"{self.folder}: {scale} does not fit its weight (scales are {list(size)}, and a {piece.shape[0]} x "
+                f"{piece.shape[1]} weight has {scale_shape(*piece.shape)})"
+            )
+        return dequantise(self._rows(piece.released, above, last)[0], scales)[first - above :]
 
-    def _tensor(self, name: str) -> Tensor:
-        shard = self._shard(self._where[name])
+    def _rows(self, name: str, first: int, last: int) -> tuple[Tensor, tuple[int, ...]]:
+        """Rows (fewer where the tensor ends before ``last``) and the shape of all."""
+        file = self._opened(self._where[name])
         try:
-            tensor: Tensor = shard.get_tensor(name)
+            part = file.get_slice(name)
+            shape = tuple(part.get_shape())
+            tensor: Tensor = part[first:last] if shape else file.get_tensor(name)
         except SafetensorError as error:
-            if name in shard.keys():  # noqa: SIM118 - not a dict
+            if name in file.keys():  # noqa: SIM118 - not a dict
                 reason = f"has {name}, which cannot be read ({error})"
             else:
                 reason = f"lacks {name}, although {INDEX} says so"
             raise UserError(f"{self._where[name]} in {self.folder} {reason}; download it again") from None
-        self._unread[self._where[name]] -= 1
-        if not self._unread[self._where[name]]:
-            del self._open[self._where[name]]  # its pages count as this process' memory as long as it is mapped
-        return tensor
+        self._mapped += tensor.nbytes
+        return tensor, shape
 
-    def _shard(self, name: str) -> Any:
+    def _opened(self, name: str) -> Any:
+        if self._mapped > MAPPED:  # what was read counts as this process' memory as long as its file is mapped
+            self._open.clear()
+            self._mapped = 0
         if name not in self._open:
             try:
                 self._open[name] = safe_open(self.folder / name, framework="pt")
@@ -245,17 +286,35 @@ class _Reader:
         return self._open[name]
 
 
+def _one_of(folder: Path, own: ModelConfig, asked: ModelConfig) -> ModelConfig:
+    """``asked``, after a check that its tensors are among those of the folder's model ``own``."""
+    depth = asked.num_nextn_predict_layers
+    if depth > own.num_nextn_predict_layers:
+        raise UserError(
+            f"{folder} holds {own.num_nextn_predict_layers} MTP layers, and model.num_nextn_predict_layers={depth} "
+            "asks for more: set it lower"
+        )
+    same = own.model_copy(update={"num_nextn_predict_layers": depth})
+    tensors = set(pieces(same))
+    if set(pieces(asked)) != tensors:
+        values = {key: (getattr(asked, key), getattr(same, key)) for key in type(asked).model_fields}
+        apart = [
+            f"model.{key}={ours} ({theirs} there)"
+            for key, (ours, theirs) in values.items()
+            if set(pieces(same.model_copy(update={key: ours}))) != tensors
+        ]
+        raise UserError(
+            f"{folder} is another model than this run's: {', '.join(apart)}; leave `model` out of the run, and the "
+            "folder says what it is"
+        )
+    return asked
+
+
 def _place(tensor: Tensor, piece: Piece) -> Tensor:
-    """The view of one of our tensors that a released tensor is."""
+    """The view of one of our whole tensors that a released tensor is."""
     if piece.expert is not None:
         tensor = tensor[piece.expert]
     return tensor if piece.rows is None else tensor[piece.rows[0] : piece.rows[1]]
-
-
-def _equal(place: Tensor, tensor: Tensor) -> bool:
-    """Whether a tensor of the folder is what ``place`` was filled with; in parts, so that no copy of it is made."""
-    parts = zip(place.split(1024), tensor.split(1024), strict=True)
-    return all(torch.equal(mine, part.to(mine)) for mine, part in parts)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -29,10 +29,11 @@ from torch import Tensor, nn
 
 from moetrain.accumulate.traffic import Traffic
 from moetrain.config.run import DeepSpeedConfig, RunConfig
+from moetrain.engine.filling import fill
 from moetrain.engine.host import give_back_host_memory
 from moetrain.engine.zero_state import ZeroState
 from moetrain.errors import UserError
-from moetrain.model import DeepSeek
+from moetrain.model import DeepSeek, FreshWeights, Weights
 from moetrain.model.moe import RoutedExperts
 from moetrain.optim import build_adamw, parameter_groups
 from moetrain.parallel.plan import dtypes, spread
@@ -64,7 +65,7 @@ class DeepSpeedEngine:
     Args:
         config: the run; ``config.deepspeed`` says the ZeRO stage and what is kept elsewhere.
         ranks: this process among the run's.
-        load: gives a filled model of the wanted dtype; default: fresh weights from the run's seed.
+        weights: what the model starts from; default: fresh ones from the run's seed.
         optimizer: makes it from parameter groups; default: AdamW as configured.
 
     Raises:
@@ -78,7 +79,7 @@ class DeepSpeedEngine:
         config: RunConfig,
         ranks: Ranks,
         *,
-        load: Callable[[torch.dtype], DeepSeek] | None = None,
+        weights: Weights | None = None,
         optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
     ) -> None:
         deepspeed = _import(ranks.device)
@@ -91,12 +92,10 @@ class DeepSpeedEngine:
             _need_drive(zero.nvme_path)
             give_back_host_memory()
 
-        with torch.device("meta"):
+        weights = weights or FreshWeights(config.model.initializer_range, config.seed)
+        with torch.device("meta"):  # a rank has memory only for what is its own
             model = DeepSeek(config.model).to(stored)
-        if load is not None:
-            model = load(stored)
-        elif zero.zero_stage < 3:
-            model.init_weights(config.seed, device="cpu")
+        shapes = {name: p.shape for name, p in model.named_parameters()}
         applied, fp8 = spread(
             model,
             config.parallel,
@@ -108,6 +107,10 @@ class DeepSpeedEngine:
             sharded_by="zero",
             weights_stay=zero.zero_stage < 3,
         )
+        expert_rank = 0 if ranks.expert_mesh is None else ranks.expert_mesh["ep"].get_local_rank()
+        if zero.zero_stage < 3:
+            model.to_empty(device=ranks.device)
+            fill(model, weights, shapes=shapes, part=expert_rank)
         if ranks.expert_mesh is not None:
             _mark_experts(model, ranks)
         # ZeRO 3 takes the parameters' shapes, which decide who decays
@@ -116,15 +119,9 @@ class DeepSpeedEngine:
         groups = [([names[p] for p in g["params"]], g["weight_decay"]) for g in _groups(model, decay)]
         masters: dict[str, Tensor] = {}
         if zero.zero_stage == 3:
-            masters = _partition(deepspeed, model, config, settings, computed, ranks)
-        else:
-            model.to(ranks.device)
-            if stored != computed:
-                masters = {name: p.detach() for name, p in model.named_parameters()}
-        for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                empty = torch.zeros_like(buffer, device=ranks.device)
-                setattr(module, name, empty if buffer.is_meta else buffer.to(ranks.device))
+            masters = _partition(deepspeed, model, weights, settings, computed, ranks)
+        elif stored != computed:
+            masters = {name: p.detach() for name, p in model.named_parameters()}
         model.train()
 
         given = _with_parameters(model, groups)
@@ -134,7 +131,6 @@ class DeepSpeedEngine:
         self.model: nn.Module = wrapped
         self.optimizer: Any = sharded
         sharded.override_loss_scale(1.0)
-        expert_rank = 0 if ranks.expert_mesh is None else ranks.expert_mesh["ep"].get_local_rank()
         sharded.named_state = ZeroState(
             model,
             sharded,
@@ -406,12 +402,12 @@ def _join(deepspeed: Any) -> None:
 def _partition(
     deepspeed: Any,
     model: DeepSeek,
-    config: RunConfig,
+    weights: Weights,
     settings: dict[str, Any],
     computed: torch.dtype,
     ranks: Ranks,
 ) -> dict[str, Tensor]:
-    """Fills and shards one module after the other, so that no rank ever has the whole model.
+    """Gives DeepSpeed this rank's part of each parameter, and no rank ever has more of one than its part's rows.
 
     Returns:
         This rank's part of each parameter in the precision of the master weights, where that is not the computation's.
@@ -420,23 +416,61 @@ def _partition(
     offload = settings["zero_optimization"].get("offload_param", {})
     if offload.get("device") == "nvme":  # a buffer holds any parameter's part
         offload["buffer_size"] = max(-(-p.numel() // ranks.data_world) for p in model.parameters())
-    shards = deepspeed.zero.Init(config_dict_or_path=settings, dtype=computed)
+    shards = _own_parts(deepspeed)(config_dict_or_path=settings, dtype=computed)
     for prefix, module in model.named_modules():
-        own = dict(module.named_parameters(recurse=False))
-        for key, p in own.items():
+        for key, p in list(module.named_parameters(recurse=False)):
             name = f"{prefix}.{key}"
-            if p.is_meta:
-                filled = nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=p.requires_grad)
-                model.init_parameter(name, filled, config.seed)
-                setattr(module, key, filled)
+            part = _part(weights, name, p, ranks)
             if computed != p.dtype:
-                each = -(-p.numel() // ranks.data_world)
-                full = getattr(module, key)
-                part = full.detach().flatten()[each * ranks.data_rank : each * (ranks.data_rank + 1)]
-                parts[name] = part.clone()
-                full.data = full.data.to(computed)  # zero.Init casts what it makes itself, not what it is given
-        shards._convert_to_zero_parameters(module.parameters(recurse=False))
+                parts[name] = part[: max(0, p.numel() - ranks.data_rank * len(part))]
+            empty = torch.empty((), dtype=computed, device=ranks.device).expand(p.shape)  # the shape alone
+            held = nn.Parameter(empty, requires_grad=p.requires_grad)
+            setattr(module, key, held)
+            shards.take(held, part.to(computed))
+        for key, buffer in module.named_buffers(recurse=False):
+            rows = torch.empty_like(buffer, device=ranks.device)
+            weights.fill(f"{prefix}.{key}", buffer.shape, 0, rows)
+            setattr(module, key, rows)
     return parts
+
+
+def _part(weights: Weights, name: str, p: Tensor, ranks: Ranks) -> Tensor:
+    """This rank's elements of ``p`` in ZeRO 3, flat, padded with zeros to the size that every rank's part has."""
+    size, width = -(-p.numel() // ranks.data_world), p[0].numel()
+    start = min(size * ranks.data_rank, p.numel())
+    end = min(start + size, p.numel())
+    part = torch.zeros(size, dtype=p.dtype)
+    if start < end:
+        first = start // width
+        rows = torch.empty(-(-end // width) - first, *p.shape[1:], dtype=p.dtype)
+        weights.fill(name, p.shape, first, rows)
+        part[: end - start] = rows.view(-1)[start - first * width : end - first * width]
+    return part
+
+
+def _own_parts(deepspeed: Any) -> Any:
+    """``zero.Init`` that takes a rank's own part: DeepSpeed's broadcasts the whole parameter first, then cuts it."""
+
+    class OwnParts(deepspeed.zero.Init):  # type: ignore[misc]
+        alone = False
+
+        def take(self, p: Any, part: Tensor) -> None:
+            """``p`` says the shape; ``part`` is put where DeepSpeed's own partition puts one of one."""
+            self._convert_to_deepspeed_param(p)
+            whole, self.alone = p.ds_numel, True
+            p.data, p.ds_numel = part, part.numel()
+            p.partition()
+            p.ds_numel, self.alone = whole, False
+            p.ds_numel_aligned = self._aligned_size(p)
+            p.data = p.data.to(self.local_device)
+
+        def _partition_world_size(self, p: Any) -> int:
+            return 1 if self.alone else int(super()._partition_world_size(p))
+
+        def _partition_rank(self, p: Any) -> int:
+            return 0 if self.alone else int(super()._partition_rank(p))
+
+    return OwnParts
 
 
 def _mark_experts(model: DeepSeek, ranks: Ranks) -> None:

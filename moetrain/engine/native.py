@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from moetrain.accumulate.owners import GradientOwner, owner_of
 from moetrain.config.run import RunConfig
+from moetrain.engine.filling import fill
 from moetrain.engine.pipeline import Pipeline
-from moetrain.model import DeepSeek, DeepSeekLoss
+from moetrain.model import DeepSeek, DeepSeekLoss, FreshWeights, Weights
 from moetrain.optim import build_adamw, parameter_groups
 from moetrain.parallel.plan import dtypes, spread
 from moetrain.parallel.ranks import Ranks
@@ -22,7 +23,7 @@ class NativeEngine:
         config: the run.
         ranks: this process among the run's.
         loss: the model's.
-        load: gives a filled model of the wanted dtype; default: fresh weights from the run's seed.
+        weights: what the model starts from; default: fresh ones from the run's seed.
     """
 
     def __init__(
@@ -31,21 +32,11 @@ class NativeEngine:
         ranks: Ranks,
         loss: DeepSeekLoss,
         *,
-        load: Callable[[torch.dtype], DeepSeek] | None = None,
-        fill: Callable[[DeepSeek], None] | None = None,
+        weights: Weights | None = None,
     ) -> None:
         stored, computed = dtypes(config.precision, ranks.target)
-        if load is None:
-            with torch.device("meta"):
-                model = DeepSeek(config.model).to(stored)
-            if fill is None:
-                model.init_weights(config.seed, device="cpu")
-        else:
-            model = load(stored)
-        self.model: DeepSeek = model if config.parallel.offload_states or fill else model.to(ranks.device)
-        for module in () if fill else model.modules():  # parameters come to the device for each use, buffers stay there
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(ranks.device))
+        with torch.device("meta"):  # a rank has memory only for what is its own
+            self.model = DeepSeek(config.model).to(stored)
         self.model.train()
         length = config.data.seq_len
         applied, fp8 = spread(
@@ -57,8 +48,7 @@ class NativeEngine:
             fp8_config=config.fp8,
             experts=config.experts,
         )
-        if fill is not None:
-            fill(self.model)
+        self.materialise(config, ranks, weights or FreshWeights(config.model.initializer_range, config.seed))
         self.pipeline = None
         if ranks.pipe is not None:
             self.pipeline = Pipeline(self.model, loss, config.parallel, ranks, dtype=computed, seq_len=length)
@@ -80,3 +70,11 @@ class NativeEngine:
             stages=None if self.pipeline is None else self.pipeline.stages,
         )
         self.applied: Sequence[str] = [*applied, how]
+
+    def materialise(self, config: RunConfig, ranks: Ranks, weights: Weights) -> None:
+        """Memory for what this rank holds, and its values."""
+        self.model.to_empty(device="cpu" if config.parallel.offload_states else ranks.device)
+        for module in self.model.modules():  # parameters come to the device for each use, buffers stay there
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(ranks.device))
+        fill(self.model, weights)

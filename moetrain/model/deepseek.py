@@ -5,7 +5,6 @@ Legend: B rows, T tokens, D width, V vocabulary.
 
 from __future__ import annotations
 
-import zlib
 from typing import NamedTuple
 
 import torch
@@ -14,12 +13,12 @@ from torch import Tensor, nn
 from moetrain.config.model import ModelConfig
 from moetrain.model.backends import Backend
 from moetrain.model.block import Block
-from moetrain.model.gate import NoAuxTcGate
 from moetrain.model.layers import Embedding, Linear, RMSNorm
 from moetrain.model.mla import MLA
 from moetrain.model.moe import RoutedExperts
 from moetrain.model.mtp import MTPModule, shifted
 from moetrain.model.rope import rotation
+from moetrain.model.weights import FreshWeights
 from moetrain_kernels.products import linear_cross_entropy
 
 
@@ -112,28 +111,15 @@ class DeepSeek(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int, device: torch.device | str | None = None) -> None:
-        """Matrices normal with ``initializer_range`` (training used 0.006, V2 and V3 papers), norms 1, biases 0.
+        """Fresh ones (``FreshWeights``), with the config's ``initializer_range``.
 
-        Each parameter has its own generator from (seed, name), so the values depend neither on the order nor on which
-        other parameters exist. A model on the meta device is materialised on ``device`` first.
+        A model on the meta device is materialised on ``device`` first.
         """
         if any(p.is_meta for p in self.parameters()):
             self.to_empty(device=device or "cpu")
-        for name, p in self.named_parameters():
-            self.init_parameter(name, p, seed)
-        for module in self.modules():
-            if isinstance(module, NoAuxTcGate):
-                module.e_score_correction_bias.zero_()
-
-    @torch.no_grad()
-    def init_parameter(self, name: str, p: Tensor, seed: int) -> None:
-        """Fills ``p`` with what ``init_weights(seed)`` gives the parameter of this name."""
-        if p.ndim == 1:
-            p.fill_(1.0)
-            return
-        generator = torch.Generator().manual_seed(seed * 0x9E3779B1 % 2**31 + zlib.crc32(name.encode()))
-        values = torch.randn(p.shape, generator=generator, dtype=torch.float32)
-        p.copy_(values.mul_(self.config.initializer_range))
+        weights = FreshWeights(self.config.initializer_range, seed)
+        for name, tensor in self.state_dict().items():
+            weights.fill(name, tensor.shape, 0, tensor)
 
     def use_backend(self, backend: Backend) -> None:
         """Runs attention and experts on the given implementation (see ``Backend.for_device``)."""

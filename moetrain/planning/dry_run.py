@@ -33,7 +33,7 @@ from moetrain.accumulate import MoEAccumulator, Window
 from moetrain.config import RunConfig
 from moetrain.engine import NativeEngine
 from moetrain.errors import UserError
-from moetrain.model import DeepSeek, DeepSeekLoss
+from moetrain.model import DeepSeekLoss, Weights
 from moetrain.model.mla import MLA
 from moetrain.model.moe import MoE
 from moetrain.parallel.ep import AllToAllDispatcher
@@ -139,15 +139,9 @@ def _one(config: RunConfig, cluster: Cluster, alike: tuple[int, ...]) -> DryRank
     """The first data rank of pipeline rank ``alike[0]``."""
     start = time.process_time()
     layout = Layout(config, cluster.count, "cuda")
-    fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    loss = DeepSeekLoss(config.model)
-
-    def fill(model: DeepSeek) -> None:
-        with fakes:
-            model.to_empty(device="cpu")
-
+    loss, fakes = DeepSeekLoss(config.model), FakeTensorMode(allow_non_fake_inputs=True)
     with _ranks(layout, alike[0]) as ranks:
-        engine = NativeEngine(config, ranks, loss, fill=fill)
+        engine = _FakeEngine(fakes, config, ranks, loss)
         with fakes, _Operators() as operators:
             _without_values(engine, layout)
             accumulator = MoEAccumulator(
@@ -182,6 +176,18 @@ def _one(config: RunConfig, cluster: Cluster, alike: tuple[int, ...]) -> DryRank
         seconds=time.process_time() - start,
         resident=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
+
+
+class _FakeEngine(NativeEngine):
+    """Spread like any other; its memory is fake."""
+
+    def __init__(self, fakes: FakeTensorMode, *args: Any) -> None:
+        self.fakes = fakes
+        super().__init__(*args)
+
+    def materialise(self, config: RunConfig, ranks: Ranks, weights: Weights) -> None:
+        with self.fakes:
+            self.model.to_empty(device=ranks.device)
 
 
 @contextmanager

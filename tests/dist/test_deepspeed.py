@@ -324,6 +324,7 @@ def test_a_json_file_adds_keys_and_may_not_take_ours(tmp_path):
     for text, said in (
         ('{"gradient_clipping": 1.0}', "sets gradient_clipping"),
         ('{"zero_optimization": {"stage": 2}}', "sets zero_optimization.stage"),
+        ('{"zero_optimization": {"zero_hpz_partition_size": 2}}', "zero_hpz_partition_size, a second copy"),
         ("{", "is not JSON"),
         ("[]", "must hold an object"),
         ('{"zero_optimization": [1]}', "must be an object"),

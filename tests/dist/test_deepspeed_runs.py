@@ -10,7 +10,9 @@ import sys
 import pytest
 
 import tests.support.zero  # noqa: F401 - before ranks are forked
-from tests.support.runs import ROOT, environment, losses, overrides, train_on
+from moetrain import save_pretrained
+from moetrain.model import DeepSeek
+from tests.support.runs import ROOT, environment, losses, overrides, run_config, train_on
 
 pytestmark = pytest.mark.dist
 
@@ -58,15 +60,29 @@ RESUMED = {
     "2 host": ("deepspeed.zero_stage=2", "deepspeed.offload_optimizer=cpu"),
     "3": ("deepspeed.zero_stage=3",),
     "3 host": ("deepspeed.zero_stage=3", *HOST),
+    "3 bf16": ("deepspeed.zero_stage=3", "precision=bf16"),
 }
 
 
-@pytest.mark.parametrize("name", ["2 host", *(pytest.param(n, marks=pytest.mark.slow) for n in ("1", "3", "3 host"))])
+@pytest.mark.parametrize("name", ["2 host", *(pytest.param(n, marks=pytest.mark.slow) for n in ("1", "3", "3 host", "3 bf16"))])
 def test_resumed_a_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, name):
     how = (*SAME, ZERO, *RESUMED[name])
     whole = losses(train_on(2, "671B", tmp_path / "whole", "steps=4", *how))
     train_on(2, "671B", tmp_path / "parts", "steps=2", *how)
     assert losses(train_on(2, "671B", tmp_path / "parts", "steps=4", *how)) == whole
+
+
+def test_a_hugging_face_folder_is_where_a_run_starts(tmp_path):
+    """In every layout, of which each rank reads its own part: one process' curve."""
+    folder = tmp_path / "hf"
+    start = DeepSeek(run_config("671B", tmp_path, *SAME, "steps=2").model)
+    start.init_weights(99)
+    save_pretrained(start, folder, quantize="fp8")
+    how = ("steps=2", *SAME, f"init_from={folder}")
+    want = losses(train_on(1, "671B", tmp_path / "native", *how))
+    assert want != pytest.approx(losses(train_on(1, "671B", tmp_path / "fresh", "steps=2", *SAME)), rel=1e-3)
+    for world, *layout in ((2, ZERO), (2, "parallel.ep=2"), (2, "parallel.pp=2")):
+        assert losses(train_on(world, "671B", tmp_path / layout[0], *how, *layout)) == pytest.approx(want, rel=BOUND)
 
 
 @pytest.mark.parametrize("scale", ["16B", "236B", pytest.param("671B", marks=pytest.mark.slow)])
