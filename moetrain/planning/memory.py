@@ -566,7 +566,7 @@ def _deepspeed(layout: Layout, rank: int) -> RankMemory:
     by = {"states": states.device, "activations": passing["activations"], "data": passing["data"]}
     if zero.zero_stage == 3 and world > 1:
         gathered = passing.get("gathered", 0) // width
-        by["gathered"] = width * min(numbers, gathered + LIVE)
+        by["gathered"] = width * min(numbers, gathered + (0 if zero.offload_parameters == "nvme" else LIVE))
     elif zero.zero_stage == 2:
         by["gradients"] = numbers // world * width
     # what is reduced in one call, twice where reductions overlap; half precision is sent in fp32

@@ -13,9 +13,9 @@ from moetrain.config import RunConfig
 from moetrain.config.model import ModelConfig
 from moetrain.model import DeepSeek
 
-#: of DeepSpeed: buffers that a drive's states and parameters are staged in (``buffer_count`` of its two offloads, one
-#: more of each for what is on its way), and numbers of parameters that stay in memory (``max_in_cpu``)
-STATE_BUFFERS, PARAMETER_BUFFERS, IN_MEMORY = 5, 6, 1_000_000_000
+#: buffers that DeepSpeed stages states and parameters of a drive in (``buffer_count`` of its two offloads as the engine
+#: sets it), and one more of each for what is on its way
+STATE_BUFFERS, PARAMETER_BUFFERS = 5, 9
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def rank_states(config: RunConfig, ranks: int) -> States:
         host += weights * own
     else:
         drive += weights * own
-        host += weights * (min(IN_MEMORY, own) + PARAMETER_BUFFERS * -(-largest // shards))
+        host += weights * PARAMETER_BUFFERS * -(-largest // shards)
     states = master + moments
     match zero.offload_optimizer:
         case "none":
