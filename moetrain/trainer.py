@@ -30,7 +30,7 @@ from moetrain.config.run import FORWARDS_FIRST
 from moetrain.data import Data, GlobalBatches, Prefetcher, build_data
 from moetrain.engine import DeepSpeedEngine, Engine, NativeEngine, reuse_host_memory
 from moetrain.loop import Budget, Progress
-from moetrain.model import DeepSeekLoss
+from moetrain.model import DeepSeekLoss, Unfilled, Weights
 from moetrain.model.flops import flops_per_token, parameter_counts
 from moetrain.observe import RunLog, peak_flops, stuck
 from moetrain.optim import (
@@ -93,8 +93,13 @@ def ranks_of(config: RunConfig) -> Iterator[Ranks]:
         yield ranks
 
 
-def engine_of(config: RunConfig, ranks: Ranks, loss: DeepSeekLoss) -> Engine:
-    weights = None if config.init_from is None else PretrainedWeights(config.init_from, config.model)
+def engine_of(config: RunConfig, ranks: Ranks, loss: DeepSeekLoss, *, resumes: bool = False) -> Engine:
+    """``resumes``: a checkpoint will fill it."""
+    weights: Weights | None = None
+    if resumes:
+        weights = Unfilled()
+    elif config.init_from is not None:
+        weights = PretrainedWeights(config.init_from, config.model)
     if config.engine == "deepspeed":
         return DeepSpeedEngine(config, ranks, weights=weights)
     return NativeEngine(config, ranks, loss, weights=weights)
@@ -126,7 +131,9 @@ def accumulator_of(
 def _train(config: RunConfig, ranks: Ranks, watch: stuck.Watch) -> Result:
     data = build_data(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
     loss = DeepSeekLoss(config.model)
-    engine = engine_of(config, ranks, loss)
+    checkpoints = CheckpointFolder(config.run_dir / "checkpoints", keep=config.checkpoint.keep)
+    resumes = config.checkpoint.resume == "auto" and checkpoints.found()
+    engine = engine_of(config, ranks, loss, resumes=resumes)
     watch.model = engine.model
     sizes = batch_sizes(config)
     budget, total_tokens = budget_of(config, sizes)
@@ -141,11 +148,10 @@ def _train(config: RunConfig, ranks: Ranks, watch: stuck.Watch) -> Result:
     )
     accumulator = accumulator_of(config, ranks, engine, loss, learning_rate)
     progress = Progress()
-    checkpoints = CheckpointFolder(config.run_dir / "checkpoints", keep=config.checkpoint.keep)
     resumed, damaged = None, list[str]()
     groups = engine.optimizer.param_groups
     settings = [{key: group[key] for key in ("betas", "eps", "weight_decay")} for group in groups]
-    if config.checkpoint.resume == "auto":
+    if resumes:
         resumed = checkpoints.load_latest(
             model=engine.model, optimizer=engine.optimizer, config=config.model_dump(mode="json"), warn=damaged.append
         )

@@ -183,6 +183,15 @@ class CheckpointFolder:
             return step
         return None
 
+    def found(self) -> bool:
+        """Whether there is a checkpoint, so that ``load_latest`` fills everything or raises; every rank asks."""
+
+        def look() -> bool:
+            self._restore()
+            return bool(self._steps())
+
+        return bool(self._asked(look))
+
     def load_latest(
         self,
         *,
@@ -204,7 +213,7 @@ class CheckpointFolder:
         Raises:
             UserError: all checkpoints are damaged, or the newest is of another model.
         """
-        step = self._choose(warn)
+        step: int | None = self._asked(lambda: self._newest_whole(warn))
         if step is None:
             return None
         folder = self._folder(step)
@@ -231,15 +240,14 @@ class CheckpointFolder:
 
     # -- which one ----------------------------------------------------------------------------------------------------
 
-    def _choose(self, warn: Callable[[str], None]) -> int | None:
+    def _asked(self, look: Callable[[], Any]) -> Any:
         """Rank 0 looks, everyone takes what it found."""
         try:
-            found: int | None = _on_first_rank(lambda: self._newest_whole(warn))
+            return _on_first_rank(look)
         except OSError as error:
             raise UserError(
                 f"{self.path} cannot be read ({error.strerror}); mend its permissions or give another run_dir"
             ) from error
-        return found
 
     def _newest_whole(self, warn: Callable[[str], None]) -> int | None:
         self._restore()

@@ -3,6 +3,6 @@
 from moetrain.model.backends import Backend
 from moetrain.model.deepseek import DeepSeek
 from moetrain.model.loss import DeepSeekLoss
-from moetrain.model.weights import FreshWeights, Weights
+from moetrain.model.weights import FreshWeights, Unfilled, Weights
 
-__all__ = ["Backend", "DeepSeek", "DeepSeekLoss", "FreshWeights", "Weights"]
+__all__ = ["Backend", "DeepSeek", "DeepSeekLoss", "FreshWeights", "Unfilled", "Weights"]

@@ -60,6 +60,13 @@ class FreshWeights:
             at += size
 
 
+class Unfilled:
+    """For a run that goes on from a checkpoint, which overwrites everything: drawing 671B takes up to an hour."""
+
+    def fill(self, name: str, shape: Sequence[int], first: int, rows: Tensor) -> None:
+        pass
+
+
 def _chunks(total: int) -> Iterator[int]:
     """Sizes in which ``total`` normal numbers are drawn like all at once.
 

@@ -61,6 +61,8 @@ def rank_states(config: RunConfig, ranks: int) -> States:
         case "cpu":
             # below stage 3 it sums gradients in the parameters' dtype, whatever else is asked for
             host += own * (states + master + (master if zero.zero_stage == 3 else weights))
+            if zero.zero_stage < 3:  # a gradient on its way: room for the largest parameter's on both sides
+                device, host = device + weights * largest, host + weights * largest
         case "nvme":
             drive += own * (states + master)
             host += own * master + STATE_BUFFERS * master * min(zero.sub_group, own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 
 from moetrain.checkpoint import CheckpointFolder
 from moetrain.errors import UserError
+from moetrain.model import FreshWeights
 from moetrain.trainer import train
 from tests.support.runs import ROOT, SCALES, environment, losses, overrides, records, run_config
 
@@ -73,6 +75,18 @@ def test_killed_and_started_again_it_is_the_run_that_was_not_killed(tmp_path, un
     assert again.returncode == 0 and "resumed after step 4" in out
     assert losses(tmp_path / "run") == losses(unbroken)
     assert shards(tmp_path / "run", 8) == shards(unbroken, 8), "not bit for bit"
+
+
+def test_a_run_that_goes_on_draws_no_weights_first(tmp_path, unbroken, monkeypatch):
+    """671 billion of them take up to an hour, and the checkpoint overwrites them all."""
+    shutil.copytree(unbroken, tmp_path / "run")
+
+    def draw(*args: object) -> None:
+        raise AssertionError("weights were drawn")
+
+    monkeypatch.setattr(FreshWeights, "fill", draw)
+    train(run_config("671B", tmp_path, *COMMON, "steps=9"))
+    assert records(tmp_path / "run")[-1]["step"] == 9
 
 
 def test_sigterm_saves_and_the_same_command_goes_on(tmp_path, unbroken):
