@@ -59,7 +59,7 @@ def rank_states(config: RunConfig, ranks: int) -> States:
         case "none":
             device += own * states + master * (own if zero.zero_stage >= 2 else whole)
         case "cpu":
-            # below stage 3 it sums gradients in the parameters' dtype, whatever else is asked for
+            # below stage 3 what comes to the host is of the parameters' dtype
             host += own * (states + master + (master if zero.zero_stage == 3 else weights))
             if zero.zero_stage < 3:  # a gradient on its way: room for the largest parameter's on both sides
                 device, host = device + weights * largest, host + weights * largest

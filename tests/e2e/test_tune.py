@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import signal
@@ -126,9 +127,12 @@ def test_what_fits_nowhere_and_what_is_wrong_ends_in_a_sentence(tmp_path):
 def test_ctrl_c_leaves_the_best_so_far_and_no_process(tmp_path):
     command = [sys.executable, "-u", "-m", "moetrain", "tune", "--config", str(SMOKE), "--steps", "1"]
     command += ["--out", str(tmp_path / "tuned.yaml"), *keys(tmp_path)]
+    # a shell that starts tests in the background lets them, and what they start, ignore interrupts
+    as_a_person = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     tuning = subprocess.Popen(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=as_a_person,
+    )  # fmt: skip
     assert tuning.stdout is not None
     for line in tuning.stdout:
         if line.startswith("trial 1: "):

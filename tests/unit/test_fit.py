@@ -58,7 +58,7 @@ def test_native_states_shard_over_the_ranks(precision: str, width: int) -> None:
 
 def test_zero_stages_shard_what_they_say() -> None:
     parameters = V3
-    common = ["optimizer.moments=fp32", "precision=fp16"]
+    common = ["optimizer.moments=fp32", "precision=fp16", "parallel.reduce=window"]
     for stage, width in ((1, 2 + 4 + 12 / 8), (2, 2 + (4 + 12) / 8), (3, 18 / 8)):
         setting = f"deepspeed={{zero_stage: {stage}}}"
         states = rank_states(load_config(CONFIGS / "671B", [*common, setting]), 8)
