@@ -49,9 +49,9 @@ def moetrain(how: str) -> Callable[[str, int, int], Step]:
         if how == "replicated":
             model.set_in_place_gradients(True)
         else:
-            ep = 2 if how == "experts" else 1
-            ranks = Ranks(rank, RANKS, torch.device("cpu"), *meshes("cpu", RANKS, ep=ep))
-            spread(model, ParallelConfig(ep=ep), "fp32", ranks)
+            plan = ParallelConfig(ep=1 if how == "fsdp" else 2, reshard_after_forward=how != "experts, kept")
+            ranks = Ranks(rank, RANKS, torch.device("cpu"), *meshes("cpu", RANKS, ep=plan.ep))
+            spread(model, plan, "fp32", ranks)
         optimizer = torch.optim.AdamW(groups_of(model), **ADAMW)
         accumulator = MoEAccumulator(model, optimizer, loss=DeepSeekLoss(model.config), max_norm=1.0)
 
@@ -162,6 +162,7 @@ SIDES: dict[str, Callable[[str, int, int], Step]] = {
     "moetrain, replicated": moetrain("replicated"),
     "moetrain, FSDP2": moetrain("fsdp"),
     "moetrain, FSDP2, experts over 2": moetrain("experts"),
+    "moetrain, FSDP2, experts over 2, the rest kept": moetrain("experts, kept"),
     "transformers, DDP": transformers("ddp"),
     "transformers, FSDP2": transformers("fsdp"),
     "transformers, ZeRO-1": deepspeed_zero(1),

@@ -108,16 +108,10 @@ def dry_run(config: RunConfig, cluster: Cluster) -> DryRun:
         )
     config = _short(config, cluster)
     layout = Layout(config, cluster.count, "cuda")
-    alike: dict[Any, list[int]] = defaultdict(list)
-    for rank in range(config.parallel.pp):
-        parts = [layout.parts[stage] for stage in layout.stages(rank)]
-        experts = sum(config.model.is_moe_layer(i) for part in parts for i in part.layers)
-        held = sum(len(p.layers) for p in parts), experts, any(p.first for p in parts), any(p.last for p in parts)
-        alike[held].append(rank)
     # a process for each: torch keeps a process group's meshes for as long as the process lives
-    workers = min(len(alike), os.cpu_count() or 1)
+    workers = min(len(layout.alike), os.cpu_count() or 1)
     with multiprocessing.get_context("spawn").Pool(workers, maxtasksperchild=1) as pool:
-        given = [(config, cluster, tuple(group)) for group in alike.values()]
+        given = [(config, cluster, group) for group in layout.alike]
         ranks = tuple(pool.starmap(_one, given, chunksize=1))
     return DryRun(config, cluster, layout.slots, ranks)
 

@@ -156,6 +156,18 @@ class Layout:
         return [0] if self.config.parallel.pp == 1 else stages_of(self.config.parallel, rank)
 
     @cached_property
+    def alike(self) -> tuple[tuple[int, ...], ...]:
+        """Pipeline ranks that hold as much; the first of each group has the most micro-batches in flight."""
+        found: dict[tuple[int, int, bool, bool], list[int]] = {}
+        for rank in range(self.config.parallel.pp):
+            parts = [self.parts[stage] for stage in self.stages(rank)]
+            experts = sum(self.config.model.is_moe_layer(i) for part in parts for i in part.layers)
+            layers = sum(len(part.layers) for part in parts)
+            held = experts, layers, any(part.first for part in parts), any(part.last for part in parts)
+            found.setdefault(held, []).append(rank)
+        return tuple(tuple(ranks) for ranks in found.values())
+
+    @cached_property
     def kind(self) -> Kind:
         """What the pieces are traced with."""
         config, p = self.config, self.config.parallel

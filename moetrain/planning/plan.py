@@ -89,8 +89,14 @@ class Plan:
         }
 
 
-def make_plan(config: RunConfig, cluster: Cluster, *, imbalance: float = IMBALANCE, fused: bool = False) -> Plan:
-    """Raises UserError where the layout does not divide the GPUs, or cannot be planned."""
+def make_plan(
+    config: RunConfig, cluster: Cluster, *, imbalance: float = IMBALANCE, fused: bool = False, every_rank: bool = True
+) -> Plan:
+    """``every_rank``: memory of all pipeline ranks, or of one of those that hold as much.
+
+    Raises:
+        UserError: the layout does not divide the GPUs, or cannot be planned.
+    """
     if config.precision == "fp8" and cluster.device == "cuda" and not cluster.hardware.fp8:
         raise UserError(f"precision: fp8 needs GPUs that compute in FP8, which {cluster.hardware.name} do not")
     layout = Layout(config, cluster.count, cluster.device, imbalance if config.parallel.ep > 1 else 1.0)
@@ -99,7 +105,8 @@ def make_plan(config: RunConfig, cluster: Cluster, *, imbalance: float = IMBALAN
             f"parallel.schedule: {config.parallel.schedule} takes weight gradients apart, and no plan covers that yet; "
             "use parallel.schedule=1f1b or interleaved_1f1b"
         )
-    ranks = tuple(rank_memory(layout, rank) for rank in range(config.parallel.pp))
+    wanted = range(config.parallel.pp) if every_rank else [group[0] for group in layout.alike]
+    ranks = tuple(rank_memory(layout, rank) for rank in wanted)
     worst = max(rank.peak for rank in ranks)
     hw, on_gpu = cluster.hardware, cluster.device == "cuda"
     host = (max(rank.host for rank in ranks) + PROCESS) * cluster.here
@@ -250,9 +257,46 @@ def _at(raw: dict[str, Any], key: str) -> Any:
 
 
 def search(config: RunConfig, cluster: Cluster) -> tuple[list[Change], list[tuple[str, str]]]:
-    """Layouts of the same global batch, the fastest first, and why the others lost."""
-    model, won, lost = config.model, [], []
-    base = {"engine": "native", "parallel__world_size": None, "parallel__dp_shard": -1, "parallel__dp_replicate": 1}
+    """Layouts of the same global batch, the fastest first, and why the others lost.
+
+    What saves memory costs time, so nothing is planned that gives up more than a layout that fits already, and nothing
+    larger than what does not fit with everything given up.
+    """
+    won: list[Change] = []
+    lost: list[tuple[str, str]] = []
+    for spread in _spreads(config, cluster):
+        for size in (1, 2, 4):
+            fits: list[tuple[int, ...]] = []
+            savings = sorted(_savings(cluster.count), key=lambda saving: sum(saving[0]))
+            for number, (given_up, keys) in enumerate([savings[-1], *savings[:-1]]):
+                if any(all(a <= b for a, b in zip(other, given_up, strict=True)) for other in fits):
+                    continue
+                change = _planned(config, cluster, spread | {"batch__micro_batch": size} | keys)
+                if change is None:
+                    continue
+                if change.plan.fits:
+                    won.append(change)
+                    if number:  # the first gives up everything there is
+                        fits.append(given_up)
+                    continue
+                lost.append((str(change), f"lacks {change.plan.lacks / GIB:,.0f} GiB"))
+                if not number:
+                    break
+            if not fits and (not won or won[-1].keys["batch__micro_batch"] != size):
+                break
+    if cluster.count <= 64:
+        for size in (1, 2, 4, 8):
+            change = _planned(config, cluster, _HOST | {"batch__micro_batch": size})
+            if change is None or not change.plan.fits:
+                break
+            won.append(change)
+    won.sort(key=lambda change: change.plan.speed.step)
+    return won, lost
+
+
+def _spreads(config: RunConfig, cluster: Cluster) -> Iterator[dict[str, Any]]:
+    """Pipeline, experts and schedule."""
+    model = config.model
     for pp in (1, 2, 4, 8, 16):
         if pp > 1 and (cluster.count % pp or cluster.count < 16 or pp > model.num_hidden_layers):
             continue
@@ -260,29 +304,35 @@ def search(config: RunConfig, cluster: Cluster) -> tuple[list[Change], list[tupl
             if model.n_routed_experts % ep or cluster.count % (pp * ep):
                 continue
             for schedule in ("1f1b",) if pp == 1 else ("1f1b", "interleaved_1f1b"):
-                for size in (1, 2, 4):
-                    for recompute in ("none", "selective", "full"):
-                        for reduce in ("window", "micro_batch"):
-                            for offload in (False, True) if cluster.count <= 16 else (False,):
-                                keys = {
-                                    "parallel__pp": pp, "parallel__ep": ep, "parallel__schedule": schedule,
-                                    "batch__micro_batch": size, "parallel__recompute": recompute,
-                                    "parallel__reduce": reduce, "parallel__offload_states": offload,
-                                }  # fmt: skip
-                                other = changed(config, **base, **keys)
-                                if other is None:
-                                    continue
-                                try:
-                                    plan = make_plan(other, cluster)
-                                except UserError:
-                                    continue
-                                change = Change(keys, plan)
-                                if plan.fits:
-                                    won.append(change)
-                                else:
-                                    lost.append((str(change), f"lacks {plan.lacks / GIB:,.0f} GiB"))
-    won.sort(key=lambda change: change.plan.speed.step)
-    return won, lost
+                yield {"parallel__pp": pp, "parallel__ep": ep, "parallel__schedule": schedule}
+
+
+def _savings(gpus: int) -> Iterator[tuple[tuple[int, ...], dict[str, Any]]]:
+    """What is given up for memory, as numbers that compare, and the keys."""
+    for i, recompute in enumerate(("none", "selective", "full")):
+        for j, reduce in enumerate(("window", "micro_batch")):
+            for k, offload in enumerate((False, True) if gpus <= 16 else (False,)):
+                yield (i, j, k), {
+                    "parallel__recompute": recompute, "parallel__reduce": reduce, "parallel__offload_states": offload,
+                }  # fmt: skip
+
+
+_HOST = {
+    "engine": "deepspeed", "deepspeed__zero_stage": 3, "deepspeed__offload_optimizer": "cpu",
+    "deepspeed__offload_parameters": "cpu", "parallel__recompute": "full",
+}  # fmt: skip
+
+
+def _planned(config: RunConfig, cluster: Cluster, keys: dict[str, Any]) -> Change | None:
+    """None where keys do not go together, or no plan covers them."""
+    base = {"engine": "native", "parallel__world_size": None, "parallel__dp_shard": -1, "parallel__dp_replicate": 1}
+    other = changed(config, **base | keys)
+    if other is None:
+        return None
+    try:
+        return Change(keys, make_plan(other, cluster, every_rank=False))
+    except UserError:
+        return None
 
 
 def fewest(config: RunConfig, kind: Cluster) -> Plan | None:

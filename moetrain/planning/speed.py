@@ -99,15 +99,7 @@ def speed(layout: Layout, cluster: Cluster, *, fused: bool = False) -> Speed:
     ``fused``: elementwise work costs only what no kernel can spare, what waits for its backward written and read once,
     and gradients of that size; default: every tensor that today's operators make.
     """
-    ranks = {_held(layout, rank): rank for rank in range(layout.config.parallel.pp)}
-    return max((_of_rank(layout, cluster, rank, fused) for rank in ranks.values()), key=lambda each: each.step)
-
-
-def _held(layout: Layout, rank: int) -> tuple[int, int, bool, bool]:
-    """Ranks that hold the same are equally fast."""
-    parts = [layout.parts[stage] for stage in layout.stages(rank)]
-    moe = sum(layout.config.model.is_moe_layer(i) for part in parts for i in part.layers)
-    return moe, sum(len(p.layers) for p in parts), any(p.first for p in parts), any(p.last for p in parts)
+    return max((_of_rank(layout, cluster, ranks[0], fused) for ranks in layout.alike), key=lambda each: each.step)
 
 
 def _of_rank(layout: Layout, cluster: Cluster, rank: int, fused: bool) -> Speed:
