@@ -161,7 +161,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def linear_cross_entropy(
-    h_ND: Tensor, weight: Tensor, target_N: Tensor, *, in_place_grad: bool = False, chunk: int | None = None
+    h_ND: Tensor, weight: Tensor, target_N: Tensor, *, in_place_grad: bool = False, chunk: int = 128
 ) -> Tensor:
     """Summed cross-entropy of ``h_ND @ weight.T`` against ``target_N``; the [N, V] logits never exist whole.
 
@@ -173,12 +173,10 @@ def linear_cross_entropy(
         weight: output head [V, D], the dtype of h_ND.
         target_N: int64, -100 = ignored (all ignored gives 0 and zero gradients).
         in_place_grad: add the weight's gradient into ``weight.grad`` (weight must be a leaf).
-        chunk: rows at a time; by default such that a chunk of logits has at most 2 Mi elements, and at least 128 rows.
+        chunk: rows whose logits exist at a time.
 
     Returns:
         the sum over valid rows, at least fp32, shape [].
     """
-    if chunk is None:
-        chunk = max(128, (1 << 21) // weight.shape[0])
     loss: Tensor = _LinearCrossEntropy.apply(h_ND, weight, target_N, in_place_grad, chunk)
     return loss

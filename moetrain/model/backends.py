@@ -126,12 +126,18 @@ def triton_experts(routed: Routed, gate_up: Tensor, down: Tensor, *, in_place_gr
     return y
 
 
+#: logits that exist at a time: what a CPU's cache holds; on a GPU enough rows (512 of V3's vocabulary) that the head's
+#: products are not bound by reading its weight
+LOGITS, LOGITS_ON_GPU = 1 << 21, 1 << 26
+
+
 class Backend(NamedTuple):
-    """The two choices, and the names a run prints."""
+    """The choices, and the names a run prints; ``logits``: how many of them exist at a time."""
 
     attention: Attention
     experts: Experts
     describe: str
+    logits: int = LOGITS
 
     @classmethod
     def for_device(cls, device: torch.device, dtype: torch.dtype, experts: str = "torch") -> Backend:
@@ -140,11 +146,13 @@ class Backend(NamedTuple):
         ``experts`` of bf16 on CUDA: ``torch`` or ``triton``.
         """
         if device.type == "cuda" and dtype == torch.bfloat16 and experts == "triton":
-            return cls(SdpaAttention(), triton_experts, "attention: torch sdpa, experts: Triton kernels")
+            return cls(SdpaAttention(), triton_experts, "attention: torch sdpa, experts: Triton kernels", LOGITS_ON_GPU)
         if device.type == "cuda" and dtype == torch.bfloat16:
-            return cls(SdpaAttention(), grouped_mm_experts, "attention: torch sdpa, experts: torch grouped_mm")
+            return cls(
+                SdpaAttention(), grouped_mm_experts, "attention: torch sdpa, experts: torch grouped_mm", LOGITS_ON_GPU
+            )
         if device.type == "cuda":
-            return cls(SdpaAttention(), looped_experts, "attention: torch sdpa, experts: a product each")
+            return cls(SdpaAttention(), looped_experts, "attention: torch sdpa, experts: a product each", LOGITS_ON_GPU)
         return REFERENCE
 
 

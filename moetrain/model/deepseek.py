@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moetrain.config.model import ModelConfig
-from moetrain.model.backends import Backend
+from moetrain.model.backends import LOGITS, Backend
 from moetrain.model.block import Block
 from moetrain.model.layers import Embedding, Linear, RMSNorm
 from moetrain.model.mla import MLA
@@ -42,6 +42,7 @@ class DeepSeek(nn.Module):
 
     #: names of parameters and buffers that were taken out, since another rank holds them
     elsewhere: frozenset[str] = frozenset()
+    logits: int = LOGITS  # elements of them that exist at a time
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -105,8 +106,9 @@ class DeepSeek(nn.Module):
 
     def _cross_entropy(self, hidden_BTD: Tensor, target_BT: Tensor) -> Tensor:
         head = self.lm_head
+        chunk = max(128, self.logits // self.config.vocab_size)
         return linear_cross_entropy(
-            hidden_BTD.flatten(0, 1), head.weight, target_BT.flatten(), in_place_grad=head.in_place_grad
+            hidden_BTD.flatten(0, 1), head.weight, target_BT.flatten(), in_place_grad=head.in_place_grad, chunk=chunk
         )
 
     @torch.no_grad()
@@ -123,6 +125,7 @@ class DeepSeek(nn.Module):
 
     def use_backend(self, backend: Backend) -> None:
         """Runs attention and experts on the given implementation (see ``Backend.for_device``)."""
+        self.logits = backend.logits
         for module in self.modules():
             if isinstance(module, MLA):
                 module.attention = backend.attention

@@ -28,6 +28,8 @@ from moetrain.accumulate import Balance, RoutingLedger, Window, count_denominato
 from moetrain.config.model import ModelConfig
 from moetrain.model import Backend, DeepSeek, DeepSeekLoss
 from moetrain.model.backends import (
+    LOGITS,
+    LOGITS_ON_GPU,
     REFERENCE,
     Heads,
     Routed,
@@ -447,7 +449,7 @@ def _build(config: ModelConfig, kind: Kind) -> DeepSeek:
     attention = REFERENCE.attention if kind.device == "cpu" else FusedAttention()
     if kind.device == "cuda" and kind.dtype == torch.bfloat16:
         experts = triton_experts if kind.experts == "triton" else grouped_mm_experts
-    model.use_backend(Backend(attention, experts, ""))
+    model.use_backend(Backend(attention, experts, "", LOGITS if kind.device == "cpu" else LOGITS_ON_GPU))
     if kind.fp8 is not None:
         products = Reference() if kind.fp8 == "reference" else Triton()
         fp8 = Fp8(
