@@ -92,8 +92,9 @@ def main() -> None:
         shown = [key.removeprefix(P).removeprefix("balance.") for key in keys if key != BUCKET]
         name = ", ".join(shown).replace("engine=deepspeed, deepspeed.zero_stage=", "ZeRO ") or "defaults"
         off = f"{100 * (predicted / seen - 1):+.2f}"
-        rows.append({"ranks": world, "run": name, "predicted": predicted, "measured": seen, "percent": off})
-        print(f"| {world} | {name} | {predicted / 2**20:.2f} | {seen / 2**20:.2f} | {off} % |", flush=True)
+        mib = [f"{size / 2**20:.2f}" for size in (predicted, seen)]
+        rows.append({"ranks": world, "run": name, "predicted_mib": mib[0], "measured_mib": mib[1], "percent": off})
+        print(f"| {world} | {name} | {' | '.join(mib)} | {off} |", flush=True)
     if len(sys.argv) > 1:
         return
     with (ROOT / "benchmarks" / "results" / "plan.csv").open("w", newline="") as file:

@@ -100,12 +100,17 @@ def dry_run(config: RunConfig, cluster: Cluster) -> DryRun:
     Raises:
         UserError: the layout does not divide the GPUs, or cannot be run dry.
     """
-    if config.engine != "native" or config.parallel.offload_states:
-        what = "engine: deepspeed" if config.engine != "native" else "parallel.offload_states"
-        raise UserError(
-            f"a dry run counts what lies on the device, and {what} keeps a part elsewhere; add "
-            f"{'engine=native' if config.engine != 'native' else 'parallel.offload_states=false'} to run dry without"
-        )
+    elsewhere = {
+        "engine: deepspeed": ("engine=native", config.engine != "native"),
+        "parallel.offload_states": ("parallel.offload_states=false", config.parallel.offload_states),
+        "parallel.offload_activations": ("parallel.offload_activations=false", config.parallel.offload_activations),
+    }
+    for what, (mend, kept) in elsewhere.items():
+        if kept:
+            raise UserError(
+                f"a dry run counts what lies on the device, and {what} keeps a part elsewhere; add {mend} to run dry "
+                "without"
+            )
     config = _short(config, cluster)
     layout = Layout(config, cluster.count, "cuda")
     # a process for each: torch keeps a process group's meshes for as long as the process lives

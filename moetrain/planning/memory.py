@@ -255,7 +255,6 @@ class _Window:
             offload = p.offload_states and layout.device == "cuda"
             self.fsdp = _Fsdp(groups, self.memory, reduced or self.stored, p.dp_replicate, offload)
         self.first_forward = True
-        self.own_gradients: list[int] = []  # of each unit, bytes that a backward leaves for its end (ZeRO 2)
         self.left = 0  # activations that a micro-batch left behind so far
 
     # -- pieces -------------------------------------------------------------------------------------------------------
@@ -325,12 +324,9 @@ class _Window:
         units, _, _ = self._units(stage)
         if self.fsdp is not None:
             self.fsdp.pre_backward(ROOT)
-        own = self.own_gradients or [0] * len(units)
-        for (unit, piece), kept in reversed(list(zip(units, own, strict=True))):
+        for unit, piece in reversed(units):
             fresh = first or (self.fsdp is not None and (self.layout.cast or self.sync_all))
             self.play(piece.backward if fresh else piece.again, unit, backward=True, sync=sync)
-            self.memory.add("own gradients", kept)
-        self.memory.add("own gradients", -sum(own))
         if self.fsdp is not None:
             self.post_backward(ROOT, sync)
             if last:
@@ -553,9 +549,8 @@ def rank_memory(layout: Layout, rank: int = 0) -> RankMemory:
 def _deepspeed(layout: Layout, rank: int) -> RankMemory:
     """States as ZeRO's stage shards them, and what passes as a window that reduces in every micro-batch has it.
 
-    Below stage 3 nothing is gathered, and gradients wait whole (1) or this rank's part of them does, and that of the
-    last micro-batch beside it, as far as its backward has come (2). Stage 3 gathers, and keeps what is used again
-    within a billion numbers.
+    Below stage 3 nothing is gathered, and gradients wait whole (1) or this rank's part of them does, in fp32 with that
+    of the last micro-batch beside it (2). Stage 3 gathers, and keeps what is used again within a billion numbers.
     """
     config, world = layout.config, layout.world
     zero = config.deepspeed
@@ -567,12 +562,10 @@ def _deepspeed(layout: Layout, rank: int) -> RankMemory:
     width = layout.dtypes[1].itemsize
     if zero.zero_stage < 3:
         window.fsdp = None
-    if zero.zero_stage == 2:
-        window.own_gradients = [n * width for n in _last_part(window, numbers // world)]
     passing = window.passing()
     by = {"states": states.device, "activations": passing["activations"], "data": passing["data"]}
-    if zero.zero_stage == 2:
-        by["gradients"] = passing.get("own gradients", 0)
+    if zero.zero_stage == 2 and width == 4:
+        by["gradients"] = numbers // world * width
     elif zero.zero_stage == 3 and world > 1:
         gathered = passing.get("gathered", 0) // width
         by["gathered"] = width * min(numbers, gathered + (0 if zero.offload_parameters == "nvme" else LIVE))
@@ -580,22 +573,6 @@ def _deepspeed(layout: Layout, rank: int) -> RankMemory:
     each = 4 if width == 4 else width + 4
     by["buffers"] = min(zero.bucket, numbers) * each * (2 if layout.device == "cuda" and zero.zero_stage > 1 else 1)
     return RankMemory(rank, sum(by.values()), {k: v for k, v in by.items() if v}, states.host, states.drive)
-
-
-def _last_part(window: _Window, size: int) -> list[int]:
-    """Of embedding, blocks and end, the numbers that lie in the last ``size`` of the model's: the last rank's, whose
-    gradients come first."""
-    root = [p.numel for p in window.parameters[ROOT]]
-    blocks = [
-        sum(p.numel for place, ps in window.parameters.items() if place[0] == f"layers.{i}" for p in ps)
-        for i in range(window.layout.config.model.num_hidden_layers)
-    ]
-    mtp = sum(p.numel for place, ps in window.parameters.items() if place[0].startswith("mtp") for p in ps)
-    found = []
-    for numbers in reversed([root[0], *blocks, sum(root[1:]) + mtp]):  # the embedding is the root's first
-        found.append(min(size, numbers))
-        size -= found[-1]
-    return found[::-1]
 
 
 #: numbers that ZeRO 3 leaves gathered when they are used again soon (stage3_max_live_parameters, its default)
