@@ -162,6 +162,10 @@ def _plan(arguments: Sequence[str]) -> None:
     from moetrain.planning.plan import changes, fewest, make_plan, search
     from moetrain.planning.show import show, show_search
 
+    if given.fewest and (given.search or given.nodes is not None):
+        parser.error("--search and --nodes take --gpus, not --fewest")
+    if given.search and given.json:
+        parser.error("--search prints a table, and --json goes without it")
     gpus = cluster(given.gpus or f"1x{given.fewest}", given.nodes, gpu)
     if given.dry_run:
         from moetrain.planning.dry_run import dry_run
