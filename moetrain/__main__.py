@@ -224,6 +224,8 @@ def _tune(arguments: Sequence[str]) -> None:
     for name in recomputes:
         if name not in ("none", "selective", "full"):
             parser.error(f"--recompute: there is none, selective, full, and no {name!r}")
+    if given.out.is_dir() or not given.out.parent.is_dir():
+        parser.error(f"--out: {given.out} is {'a folder' if given.out.is_dir() else 'in a folder that is not there'}")
     moetrain.load_config(Path(given.config), given.overrides)  # a mistake is answered before torch is there
 
     from moetrain.config.values import bytes_of
