@@ -162,6 +162,10 @@ def _plan(arguments: Sequence[str]) -> None:
     from moetrain.planning.plan import changes, fewest, make_plan, search
     from moetrain.planning.show import show, show_search
 
+    if given.fewest and (given.search or given.nodes is not None):
+        parser.error("--search and --nodes take --gpus, not --fewest")
+    if given.search and given.json:
+        parser.error("--search prints a table, and --json goes without it")
     gpus = cluster(given.gpus or f"1x{given.fewest}", given.nodes, gpu)
     if given.dry_run:
         from moetrain.planning.dry_run import dry_run
@@ -220,6 +224,8 @@ def _tune(arguments: Sequence[str]) -> None:
     for name in recomputes:
         if name not in ("none", "selective", "full"):
             parser.error(f"--recompute: there is none, selective, full, and no {name!r}")
+    if given.out.is_dir() or not given.out.parent.is_dir():
+        parser.error(f"--out: {given.out} is {'a folder' if given.out.is_dir() else 'in a folder that is not there'}")
     moetrain.load_config(Path(given.config), given.overrides)  # a mistake is answered before torch is there
 
     from moetrain.config.values import bytes_of

@@ -111,6 +111,13 @@ def dry_run(config: RunConfig, cluster: Cluster) -> DryRun:
                 f"a dry run counts what lies on the device, and {what} keeps a part elsewhere; add {mend} to run dry "
                 "without"
             )
+    if cluster.device == "cpu" or config.precision in ("fp32", "float64", "fp16"):
+        what = "CPUs" if cluster.device == "cpu" else f"precision: {config.precision}"
+        raise UserError(
+            f"a dry run has no values, and with {what} experts run one by one, by values; give --gpus GPUs, and "
+            "add precision=bf16 or precision=fp8"
+        )
+    cluster.computes(config)
     config = _short(config, cluster)
     layout = Layout(config, cluster.count, "cuda")
     # a process for each: torch keeps a process group's meshes for as long as the process lives

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from moetrain.config import RunConfig
 from moetrain.errors import UserError
 
 GIB = 2**30
@@ -120,6 +122,10 @@ TABLE = {
 OPTIONAL = {"price", *(f.name for f in dataclasses.fields(Hardware) if f.default is not dataclasses.MISSING)}
 
 
+#: numbers that may be 0: what a GPU or its node has none of, or costs nothing
+MAY_BE_NONE = {"fp8", "drives", "price"}
+
+
 @dataclass(frozen=True)
 class Cluster:
     """``count`` GPUs of one kind, over nodes of ``hardware.per_node``."""
@@ -130,6 +136,11 @@ class Cluster:
     @property
     def device(self) -> str:
         return "cpu" if self.hardware.name == "CPU" else "cuda"
+
+    def computes(self, config: RunConfig) -> None:
+        """Raise UserError where these GPUs have no units for the config's precision."""
+        if config.precision == "fp8" and self.device == "cuda" and not self.hardware.fp8:
+            raise UserError(f"precision: fp8 needs GPUs that compute in FP8, which {self.hardware.name} do not")
 
     @property
     def nodes(self) -> int:
@@ -164,6 +175,14 @@ def cluster(text: str, nodes: int | None = None, keys: Mapping[str, float] | Non
                 f"gpu.{key}: there is no such number of a GPU; "
                 + (f"did you mean gpu.{close[0]}?" if close else f"there is {', '.join(sorted(fields))}")
             )
+        least = 0 if key in MAY_BE_NONE else 1 if key == "per_node" else math.ulp(0.0)
+        if not (least <= keys[key] < math.inf):
+            raise UserError(
+                f"gpu.{key}: {keys[key]:g} is not a number "
+                + ("of 0 or more" if not least else "of 1 or more" if least == 1 else "above 0")
+            )
+    if nodes is not None and nodes < 1:
+        raise UserError(f"--nodes: {nodes} is not a number of nodes; give 1 or more")
     known = next((each for each in TABLE.values() if each.name.lower() == name.lower()), None)
     if known is None:
         missing = sorted(fields - keys.keys() - OPTIONAL)

@@ -97,8 +97,7 @@ def make_plan(
     Raises:
         UserError: the layout does not divide the GPUs, or cannot be planned.
     """
-    if config.precision == "fp8" and cluster.device == "cuda" and not cluster.hardware.fp8:
-        raise UserError(f"precision: fp8 needs GPUs that compute in FP8, which {cluster.hardware.name} do not")
+    cluster.computes(config)
     layout = Layout(config, cluster.count, cluster.device, imbalance if config.parallel.ep > 1 else 1.0)
     if layout.split:
         raise UserError(
@@ -337,6 +336,7 @@ def _planned(config: RunConfig, cluster: Cluster, keys: dict[str, Any]) -> Chang
 
 def fewest(config: RunConfig, kind: Cluster) -> Plan | None:
     """The smallest number of GPUs of this kind that ``config`` fits on as it is."""
+    kind.computes(config)
     other = changed(config, parallel__world_size=None)
     count = config.parallel.pp * config.parallel.dp_replicate * config.parallel.ep
     while other is not None and count <= 8192:

@@ -86,11 +86,11 @@ def traffic(layout: Layout, cluster: Cluster, rank: int = 0) -> list[Flow]:
         padded = sum(q.shard(n) for q in parameters) * n
         width = computed if layout.cast and place[1] != "gate" else stored
         if layout.sharded and n > 1:
-            forwards = K * (2 if layout.counting_pass else 1)
+            passes = 3 if layout.counting_pass else 2
             resharded = p.reshard_after_forward and place != ROOT
-            # what stays after a forward is there in its backward; nothing is given back before the window's end where
-            # weight gradients come apart
-            gathers = (forwards + K if resharded else forwards) if not layout.split else 1
+            # what stays after a forward is there in its backward, and a counting pass gives nothing back; nothing is
+            # given back before the window's end where weight gradients come apart
+            gathers = 1 if layout.split else K * passes if resharded else K
             flows.append(_ring("parameters", gathers * padded * width, group, cluster))
         times = K if p.reduce == "micro_batch" and layout.sharded and not layout.split else 1
         if layout.sharded and n > 1:
@@ -162,7 +162,7 @@ def _stages(layout: Layout, cluster: Cluster, rank: int) -> list[Flow]:
         return []
     hidden = layout.rows * config.data.seq_len * config.model.hidden_size * layout.dtypes[1].itemsize
     own = set(layout.stages(rank))
-    sends = sum(stage < p.stages - 1 and stage + 1 not in own for stage in own)
+    sends = sum(stage < p.stages - 1 and stage + 1 not in own for stage in own) * (2 if layout.counting_pass else 1)
     sends += sum(stage > 0 and stage - 1 not in own for stage in own)
     whole = layout.slots * hidden * sends
     if layout.data_world >= cluster.hardware.per_node:

@@ -32,6 +32,10 @@ SMALL = {
     "one GPU": ("1xH100", ["precision=bf16"]),
     "bf16, experts over 4 of 8": ("8xH100", ["precision=bf16", "parallel.ep=4"]),
     "fp8, stages of sharded ranks, 2 copies": ("8xH100", ["parallel.pp=2", "parallel.dp_replicate=2"]),
+    "bf16, counted before its window, stages of sharded ranks": (
+        "4xH100",
+        ["precision=bf16", "parallel.pp=2", "balance.scope=window"],
+    ),
     "fp8, DualPipeV, experts over 2": (
         "4xH100",
         ["parallel.pp=2", "parallel.ep=2", "parallel.schedule=dualpipev", "parallel.reshard_after_forward=false"],
@@ -79,3 +83,33 @@ def test_what_cannot_run_dry_is_said_in_words() -> None:
         dry_run(load_config(CONFIGS / "671B", [*NATIVE, "parallel.offload_states=true"]), cluster("8xH200"))
     with pytest.raises(UserError, match="must divide"):
         dry_run(load_config(CONFIGS / "671B", [*NATIVE, "parallel.pp=3"]), cluster("8xH200"))
+    smoke = CONFIGS / "671B" / "smoke.yaml"
+    for precision in ("fp32", "float64", "fp16"):
+        with pytest.raises(UserError, match="add precision=bf16"):
+            dry_run(load_config(smoke, [*NATIVE, "device=cuda", f"precision={precision}"]), cluster("2xH100"))
+    with pytest.raises(UserError, match="give --gpus GPUs"):
+        dry_run(load_config(smoke, NATIVE), cluster("2xCPU"))
+    with pytest.raises(UserError, match="which A100 do not"):
+        dry_run(load_config(smoke, [*NATIVE, "device=cuda", "precision=fp8"]), cluster("2xA100"))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--gpus", "2xH100", "--nodes", "-2"], "--nodes: -2"),
+        (["--gpus", "2xH100", "--nodes", "0"], "--nodes: 0"),
+        (["--gpus", "2xH100", "gpu.memory=nan"], "gpu.memory: nan"),
+        (["--gpus", "2xH100", "gpu.memory=inf"], "gpu.memory: inf"),
+        (["--gpus", "2xH100", "gpu.link=0"], "gpu.link: 0"),
+        (["--gpus", "2xH100", "gpu.per_node=0.5"], "gpu.per_node: 0.5"),
+        (["--gpus", "2xH100", "gpu.price=-1"], "gpu.price: -1"),
+        (["--gpus", "2xH100", "--search", "--json"], "--json goes without"),
+        (["--fewest", "H100", "--search"], "take --gpus"),
+        (["--fewest", "H100", "--nodes", "2"], "take --gpus"),
+        (["--fewest", "A100", "device=cuda", "precision=fp8"], "which A100 do not"),
+    ],
+)
+def test_a_wrong_machine_is_one_sentence(given: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", str(CONFIGS / "671B" / "smoke.yaml"), *given]) == 2
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1

@@ -281,3 +281,12 @@ def test_under_torchrun_it_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="start it without torchrun, with --processes"):
         Tuner(SMOKE, [])
+
+
+@pytest.mark.parametrize(("out", "says"), [("nowhere/tuned.yaml", "a folder that is not there"), (".", "a folder")])
+def test_a_place_that_nothing_can_be_written_to_is_said_before_the_first_trial(out, says, capsys, tmp_path):
+    from moetrain.__main__ import main
+
+    config = Path(__file__).parents[2] / "configs" / "671B" / "smoke.yaml"
+    assert main(["tune", "--config", str(config), "--out", str(tmp_path / out)]) == 2
+    assert says in capsys.readouterr().err
