@@ -187,6 +187,9 @@ def cluster(text: str, nodes: int | None = None, keys: Mapping[str, float] | Non
     if known is None:
         missing = sorted(fields - keys.keys() - OPTIONAL)
         if missing:
+            close = difflib.get_close_matches(name, TABLE, n=1)
+            if close and not keys:
+                raise UserError(f"--gpus: there is no {name} in the table; did you mean {count}x{close[0]}?")
             raise UserError(
                 f"--gpus: {name} is not in the table ({', '.join(TABLE)}); describe it on the command line, still "
                 f"missing: {', '.join(f'gpu.{key}=NUMBER' for key in missing)}"

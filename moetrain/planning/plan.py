@@ -338,16 +338,29 @@ def fewest(config: RunConfig, kind: Cluster) -> Plan | None:
     """The smallest number of GPUs of this kind that ``config`` fits on as it is."""
     kind.computes(config)
     other = changed(config, parallel__world_size=None)
-    count = config.parallel.pp * config.parallel.dp_replicate * config.parallel.ep
-    while other is not None and count <= 8192:
+    if other is None:
+        return None
+
+    def fits(units: int) -> Plan | None:
         try:
-            plan = make_plan(other, dataclasses.replace(kind, count=count))
-            if plan.fits:
-                return plan
+            plan = make_plan(other, dataclasses.replace(kind, count=units * unit))
         except UserError:
-            pass
-        count *= 2
-    return None
+            return None
+        return plan if plan.fits else None
+
+    unit = config.parallel.pp * config.parallel.dp_replicate * config.parallel.ep
+    less, units = 0, 1
+    while (found := fits(units)) is None:
+        less, units = units, 2 * units
+        if units * unit > 8192:
+            return None
+    while units - less > 1:
+        middle = (less + units) // 2
+        if plan := fits(middle):
+            found, units = plan, middle
+        else:
+            less = middle
+    return found
 
 
 def fp8_weight_bytes(config: RunConfig) -> int:

@@ -32,6 +32,10 @@ SMALL = {
     "one GPU": ("1xH100", ["precision=bf16"]),
     "bf16, experts over 4 of 8": ("8xH100", ["precision=bf16", "parallel.ep=4"]),
     "fp8, stages of sharded ranks, 2 copies": ("8xH100", ["parallel.pp=2", "parallel.dp_replicate=2"]),
+    "bf16, interleaved stages of sharded ranks": (
+        "4xH100",
+        ["precision=bf16", "parallel.pp=2", "parallel.schedule=interleaved_1f1b"],
+    ),
     "bf16, counted before its window, stages of sharded ranks": (
         "4xH100",
         ["precision=bf16", "parallel.pp=2", "balance.scope=window"],
