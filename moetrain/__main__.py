@@ -164,8 +164,6 @@ def _plan(arguments: Sequence[str]) -> None:
 
     if given.fewest and (given.search or given.nodes is not None):
         parser.error("--search and --nodes take --gpus, not --fewest")
-    if given.search and given.json:
-        parser.error("--search prints a table, and --json goes without it")
     gpus = cluster(given.gpus or f"1x{given.fewest}", given.nodes, gpu)
     if given.dry_run:
         from moetrain.planning.dry_run import dry_run
@@ -177,7 +175,12 @@ def _plan(arguments: Sequence[str]) -> None:
         _print_json(run.to_json()) if given.json else show_dry_run(run)
         return
     if given.search:
-        show_search(*search(config, gpus))
+        won, lost = search(config, gpus)
+        if given.json:
+            fits = [{"keys": str(each), **each.plan.to_json()} for each in won]
+            _print_json({"fit": fits, "lost": [{"keys": keys, "why": why} for keys, why in lost]})
+        else:
+            show_search(won, lost)
         return
     plan = make_plan(config, gpus, fused=given.fused) if given.gpus else fewest(config, gpus)
     if plan is None:

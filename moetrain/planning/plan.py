@@ -10,7 +10,7 @@ from typing import Any
 
 from moetrain.config import RunConfig
 from moetrain.errors import UserError
-from moetrain.model.flops import parameter_counts
+from moetrain.model.flops import flops_per_token, parameter_counts
 from moetrain.planning.hardware import GIB, Cluster
 from moetrain.planning.layout import Layout
 from moetrain.planning.memory import RankMemory, rank_memory
@@ -54,6 +54,12 @@ class Plan:
         return max(self.need - self.have, self.host_need - self.host_have, self.drive_need - self.drive_have)
 
     @property
+    def flops(self) -> float:
+        """Of a step, by the published convention (main model, causal, no recompute)."""
+        batch = self.config.batch.global_batch
+        return flops_per_token(self.config.model, self.config.data.seq_len) * batch * self.config.data.seq_len
+
+    @property
     def days(self) -> float:
         """Of the config's budget."""
         config = self.config
@@ -81,6 +87,7 @@ class Plan:
             "ranks": [dataclasses.asdict(rank) for rank in self.ranks],
             "micro_batches": self.slots,
             "seconds": {"step": self.speed.step, **self.speed.by},
+            "flops": self.flops,
             "tokens_per_second_per_gpu": self.speed.tokens,
             "mfu": self.speed.mfu,
             "traffic": [dataclasses.asdict(flow) for flow in self.speed.flows],

@@ -37,7 +37,9 @@ def show(plan: Plan, mends: Sequence[Change] = (), console: Console | None = Non
         out.print(traffic)
     parts = ", ".join(f"{kind} {seconds:,.1f}" for kind, seconds in sorted(speed.by.items(), key=lambda x: -x[1]))
     out.print(f"step: {speed.step:,.1f} s, {plan.slots} micro-batches of {plan.config.batch.micro_batch} ({parts})")
-    out.print(f"{speed.tokens:,.0f} tokens/s on each GPU, MFU {100 * speed.mfu:.1f} %")
+    out.print(
+        f"{plan.flops / 1e15:,.1f} PFLOP a step: {speed.tokens:,.0f} tokens/s on each GPU, MFU {100 * speed.mfu:.1f} %"
+    )
     price = f", {plan.cost:,.0f} dollars at {plan.cluster.hardware.price:g} an hour" if plan.cost else ""
     out.print(f"the whole run: {plan.days:,.0f} days{price}")
     out.print(verdict(plan))

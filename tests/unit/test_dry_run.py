@@ -107,7 +107,6 @@ def test_what_cannot_run_dry_is_said_in_words() -> None:
         (["--gpus", "2xH100", "gpu.link=0"], "gpu.link: 0"),
         (["--gpus", "2xH100", "gpu.per_node=0.5"], "gpu.per_node: 0.5"),
         (["--gpus", "2xH100", "gpu.price=-1"], "gpu.price: -1"),
-        (["--gpus", "2xH100", "--search", "--json"], "--json goes without"),
         (["--fewest", "H100", "--search"], "take --gpus"),
         (["--fewest", "H100", "--nodes", "2"], "take --gpus"),
         (["--fewest", "A100", "device=cuda", "precision=fp8"], "which A100 do not"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from moetrain.config import load_config
 from moetrain.errors import UserError
 from moetrain.planning.hardware import TABLE, cluster
 from moetrain.planning.layout import Layout
-from moetrain.planning.plan import RESERVE, changes, fp8_weight_bytes, make_plan
+from moetrain.planning.plan import RESERVE, changes, fewest, fp8_weight_bytes, make_plan
 from moetrain.planning.trace import rows_per_token
 from moetrain.planning.traffic import traffic
 
@@ -105,3 +106,19 @@ def test_gpus_are_written_as_a_number_and_a_kind():
         cluster("8xH100", keys={"memroy": 1})
     with pytest.raises(UserError, match="fp8 needs GPUs that compute in FP8, which A100 do not"):
         make_plan(load_config(CONFIGS / "671B"), cluster("8xA100"))
+
+
+def test_a_search_gives_layouts_of_both_engines_the_fastest_first(capsys):
+    given = ["plan", "--config", str(CONFIGS / "671B" / "smoke.yaml"), "--gpus", "2xH100", "--search", "--json"]
+    assert main([*given, "parallel.world_size=null", "device=cuda", "precision=bf16", "batch.global_batch=4"]) == 0
+    found = json.loads(capsys.readouterr().out)["fit"]
+    seconds = [plan["seconds"]["step"] for plan in found]
+    assert seconds == sorted(seconds) and all(plan["fits"] and plan["flops"] > 0 for plan in found)
+    assert any("engine=deepspeed" in plan["keys"] for plan in found)
+
+
+def test_the_fewest_gpus_are_looked_for_between_powers_of_two():
+    config = load_config(CONFIGS / "16B", ["engine=native", "parallel.recompute=full", "batch.micro_batch=1"])
+    plan = fewest(config, cluster("1xH100"))
+    one_less = dataclasses.replace(plan.cluster, count=plan.cluster.count - 1)
+    assert plan.fits and not make_plan(plan.config, one_less).fits
