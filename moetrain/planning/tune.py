@@ -348,7 +348,7 @@ def _finish(tuner: Tuner, out: Path) -> Trial | None:
         out.write_text(to_yaml(config, comment), encoding="utf-8")
     except OSError as error:
         raise UserError(f"--out {out} cannot be written ({error.strerror}); {words}") from None
-    tuner.say(f"the largest that fits: micro_batch={most.size} with recompute={most.recompute}")
+    tuner.say(f"the largest that was seen to fit: micro_batch={most.size} with recompute={most.recompute}")
     tuner.say(f"proposed: {words}")
     tuner.say(f"  {start} --config {shlex.quote(str(tuner.path))} {given}")
     tuner.say(f"  {start} --config {shlex.quote(str(out))}")
