@@ -234,7 +234,7 @@ class _Action_(NamedTuple):
 class _Window:
     """Plays one window of a pipeline rank."""
 
-    def __init__(self, layout: Layout, rank: int, *, reduced: int | None = None) -> None:
+    def __init__(self, layout: Layout, rank: int) -> None:
         self.layout, self.rank, self.memory = layout, rank, _Bytes()
         config, kind = layout.config, layout.kind
         self.pieces = pieces(config.model, kind)
@@ -253,7 +253,7 @@ class _Window:
         if layout.sharded:
             # on a CPU the states are on the device already
             offload = p.offload_states and layout.device == "cuda"
-            self.fsdp = _Fsdp(groups, self.memory, reduced or self.stored, p.dp_replicate, offload)
+            self.fsdp = _Fsdp(groups, self.memory, self.stored, p.dp_replicate, offload)
         self.first_forward = True
         self.left = 0  # activations that a micro-batch left behind so far
 

@@ -97,7 +97,7 @@ class Piece:
 @dataclass(frozen=True)
 class Pieces:
     """``embed``; ``dense`` and ``moe`` blocks (None: the model has none); ``end``: norm, head, multi-token
-    prediction, loss. ``split``: backwards take weight gradients apart, see ``moetrain.planning.memory``."""
+    prediction, loss."""
 
     embed: Piece
     dense: Piece | None
