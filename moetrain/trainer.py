@@ -26,7 +26,6 @@ from moetrain.config import (
     StepSchedule,
     refuse_unsupported,
 )
-from moetrain.config.run import FORWARDS_FIRST
 from moetrain.data import Data, GlobalBatches, Prefetcher, build_data
 from moetrain.engine import DeepSpeedEngine, Engine, NativeEngine, reuse_host_memory
 from moetrain.loop import Budget, Progress
@@ -117,7 +116,7 @@ def accumulator_of(
         max_norm=config.optimizer.max_norm,
         scheduler=scheduler,
         groups=ranks.groups,
-        window_order="counting_pass" if _counts_first(config) else "forwards_first",
+        window_order="counting_pass" if config.counts_first else "forwards_first",
         offload_activations=config.parallel.offload_activations,
         device=ranks.device,
         loss_scale=LossScale() if config.precision == "fp16" else None,
@@ -284,25 +283,8 @@ def _schedule(config: RunConfig, total: int) -> Schedule:
 
 
 def _balance(config: RunConfig) -> Balance:
-    balance = config.balance
-    return Balance(
-        scope=balance.scope,
-        alpha=balance.alpha,
-        alpha_device=balance.alpha_device,
-        alpha_communication=balance.alpha_communication,
-        z_loss=balance.z_loss,
-        bias_rate=balance.bias_rate.at(0),
-        zero_centred=balance.zero_centred,
-    )
-
-
-def _counts_first(config: RunConfig) -> bool:
-    """Whether scope ``window`` needs a counting pass: asked for, or the schedule's backwards come too early."""
-    staged = config.parallel.pp > 1 and config.parallel.schedule not in FORWARDS_FIRST
-    staged |= config.engine == "deepspeed" and config.deepspeed.zero_stage == 3
-    balance = config.balance
-    active = any((balance.alpha, balance.alpha_device, balance.alpha_communication))
-    return active and balance.scope == "window" and (balance.window_order == "counting_pass" or staged)
+    b = config.balance
+    return Balance(scope=b.scope, bias_rate=b.bias_rate.at(0), zero_centred=b.zero_centred, **b.losses)
 
 
 def _guard(config: RunConfig) -> Callable[[float], str | None]:
@@ -359,7 +341,7 @@ def _facts(config: RunConfig, budget: Budget, ranks: Ranks, engine: Engine, data
         "device": f"{device}, {torch.get_num_threads()} threads a rank" if device == "cpu" else device,
         "engine": config.engine,
     }
-    if _counts_first(config):
+    if config.counts_first:
         facts["balance"] = "scope window by a counting pass: one forward of the window more"
     return facts | {f"plan {i}": line for i, line in enumerate(engine.applied, start=1)}
 

@@ -351,15 +351,8 @@ def _zero_steps(layout: Layout, ranks: Ranks, shape: ModelConfig, config: RunCon
 def _balance(config: RunConfig, scope: str) -> Balance:
     """The config's losses; where it has none, one is added, or a scope would have nothing to show."""
     b = config.balance
-    return Balance(
-        scope=scope,  # type: ignore[arg-type]
-        alpha=b.alpha or 0.01,
-        alpha_device=b.alpha_device,
-        alpha_communication=b.alpha_communication,
-        z_loss=b.z_loss,
-        bias_rate=b.bias_rate.at(0),
-        zero_centred=b.zero_centred,
-    )
+    losses = b.losses | {"alpha": b.alpha or 0.01}
+    return Balance(scope=scope, bias_rate=b.bias_rate.at(0), zero_centred=b.zero_centred, **losses)  # type: ignore[arg-type]
 
 
 def _whole(x: Tensor) -> Tensor:

@@ -215,6 +215,16 @@ class BalanceConfig(Section):
     zero_centred: Truth = False
     window_order: Literal["auto", "forwards_first", "counting_pass"] = "auto"
 
+    @property
+    def losses(self) -> dict[str, Any]:
+        """Their weights, as ``moetrain.accumulate.Balance`` takes them."""
+        return {
+            "alpha": self.alpha,
+            "alpha_device": self.alpha_device,
+            "alpha_communication": self.alpha_communication,
+            "z_loss": self.z_loss,
+        }
+
 
 class MtpConfig(Section):
     """``weight``: lambda of the multi-token-prediction loss by tokens (V3: 0.3, after 10T tokens 0.1)."""
@@ -441,6 +451,15 @@ class RunConfig(Section):
             )
         if self.batch.noise_scale:
             raise ValueError("batch.noise_scale needs the whole gradient on each rank: set parallel.pp 1, or use ramp")
+
+    @property
+    def counts_first(self) -> bool:
+        """Whether scope ``window`` needs a counting pass: asked for, or backwards come too early for all forwards."""
+        balance, parallel = self.balance, self.parallel
+        active = any((balance.alpha, balance.alpha_device, balance.alpha_communication))
+        early = parallel.pp > 1 and parallel.schedule not in FORWARDS_FIRST
+        early |= self.engine == "deepspeed" and self.deepspeed.zero_stage == 3
+        return active and balance.scope == "window" and (balance.window_order == "counting_pass" or early)
 
     def _zero(self) -> None:
         parallel, zero = self.parallel, self.deepspeed

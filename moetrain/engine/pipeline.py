@@ -37,7 +37,7 @@ from moetrain.config.run import FORWARDS_FIRST, SPLIT_BACKWARD, ParallelConfig
 from moetrain.model import DeepSeek, DeepSeekLoss
 from moetrain.model.deepseek import Part
 from moetrain.parallel.ranks import Ranks
-from moetrain.parallel.stages import cut, stages_of
+from moetrain.parallel.stages import cut, slots, stages_of
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -104,17 +104,8 @@ class Pipeline:
         if len({item.input_ids.shape[1] for item in window}) > 1:
             raise ValueError("a pipeline needs micro-batches with rows of one length: pad them")
         items = [item.with_rows(rows) for item in window]
-        missing = self._slots(len(items)) - len(items)
+        missing = slots(self.config, len(items)) - len(items)
         return Window.of([*items, *[items[0].empty()] * missing])
-
-    def _slots(self, wanted: int) -> int:
-        pp, stages = self.config.pp, self.config.stages
-        if self.config.schedule in ("1f1b", "dualpipev"):
-            return max(wanted, stages)
-        if self.config.schedule in ("interleaved_1f1b", "interleaved_zero_bubble"):
-            while wanted % max(1, wanted // pp):
-                wanted += 1
-        return wanted
 
     @torch.no_grad()
     def forward(self, window: Window, ledger: RoutingLedger | None = None) -> Tensor:

@@ -46,6 +46,18 @@ def stages_of(config: ParallelConfig, rank: int) -> list[int]:
     return list(range(rank, config.stages, config.pp))
 
 
+def slots(config: ParallelConfig, wanted: int) -> int:
+    """As many micro-batches as the schedule needs to run, ``wanted`` at least."""
+    if config.pp == 1:
+        return wanted
+    if config.schedule in ("1f1b", "dualpipev"):
+        return max(wanted, config.stages)
+    if config.schedule in ("interleaved_1f1b", "interleaved_zero_bubble"):
+        while wanted % max(1, wanted // config.pp):
+            wanted += 1
+    return wanted
+
+
 def keep(model: DeepSeek, parts: list[Part]) -> None:
     """Drops what none of these parts computes; what stays keeps its name.
 

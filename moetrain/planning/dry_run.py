@@ -157,7 +157,7 @@ def _one(config: RunConfig, cluster: Cluster, alike: tuple[int, ...]) -> DryRank
                 balance=layout.balance,
                 max_norm=config.optimizer.max_norm,
                 groups=ranks.groups,
-                window_order="counting_pass" if layout.counting_pass else "forwards_first",
+                window_order="counting_pass" if config.counts_first else "forwards_first",
                 device=ranks.device,
                 pipeline=engine.pipeline,
                 owner=engine.owner,

@@ -17,7 +17,7 @@ from moetrain.errors import UserError
 from moetrain.model import DeepSeek
 from moetrain.model.deepseek import Part
 from moetrain.parallel.plan import DTYPES, needs_group
-from moetrain.parallel.stages import cut, stages_of
+from moetrain.parallel.stages import cut, slots, stages_of
 from moetrain.planning.trace import Kind, Place, one_of_each
 
 
@@ -80,15 +80,7 @@ class Layout:
         """Micro-batches of a window on a rank, those that a schedule fills up with included."""
         config = self.config
         wanted = math.ceil(math.ceil(config.batch.global_batch / self.data_world) / config.batch.micro_batch)
-        p = config.parallel
-        if p.pp == 1:
-            return wanted
-        if p.schedule in ("1f1b", "dualpipev"):
-            return max(wanted, p.stages)
-        if p.schedule in ("interleaved_1f1b", "interleaved_zero_bubble"):
-            while wanted % max(1, wanted // p.pp):
-                wanted += 1
-        return wanted
+        return slots(config.parallel, wanted)
 
     @property
     def rows(self) -> int:
@@ -120,28 +112,14 @@ class Layout:
     @property
     def forwards_first(self) -> bool:
         """Whether all forwards of a window come before its first backward."""
-        balance, p = self.config.balance, self.config.parallel
+        p = self.config.parallel
         if p.pp > 1:
             return p.schedule in FORWARDS_FIRST
-        return self.balance.active and balance.scope == "window" and balance.window_order != "counting_pass"
-
-    @property
-    def counting_pass(self) -> bool:
-        balance, p = self.config.balance, self.config.parallel
-        staged = p.pp > 1 and p.schedule not in FORWARDS_FIRST
-        window = self.balance.active and balance.scope == "window"
-        return window and (balance.window_order == "counting_pass" or staged)
+        return self.balance.active and self.balance.scope == "window" and not self.config.counts_first
 
     @property
     def balance(self) -> Balance:
-        b = self.config.balance
-        return Balance(
-            scope=b.scope,
-            alpha=b.alpha,
-            alpha_device=b.alpha_device,
-            alpha_communication=b.alpha_communication,
-            z_loss=b.z_loss,
-        )
+        return Balance(scope=self.config.balance.scope, **self.config.balance.losses)
 
     @cached_property
     def parts(self) -> list[Part]:

@@ -556,7 +556,9 @@ def _deepspeed(layout: Layout, rank: int) -> RankMemory:
     zero = config.deepspeed
     states = rank_states(config, world)
     parallel = config.parallel.model_copy(update={"reduce": "micro_batch", "offload_states": False})
-    native = config.model_copy(update={"engine": "native", "parallel": parallel})
+    order = "counting_pass" if config.counts_first else config.balance.window_order
+    balance = config.balance.model_copy(update={"window_order": order})
+    native = config.model_copy(update={"engine": "native", "parallel": parallel, "balance": balance})
     window = _Window(replace(layout, config=native), rank)
     numbers = sum(p.numel for ps in window.parameters.values() for p in ps)
     width = layout.dtypes[1].itemsize

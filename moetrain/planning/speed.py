@@ -142,7 +142,7 @@ def _of_rank(layout: Layout, cluster: Cluster, rank: int, fused: bool) -> Speed:
         recompute += again
         shared += tokens * work.shared / low_rate
     K = layout.slots
-    counting = K * forward if layout.counting_pass else 0.0
+    counting = K * forward if layout.config.counts_first else 0.0
     compute = K * (forward + backward) + counting
     by = {
         "products": 3.0 * K * weights,

@@ -127,17 +127,17 @@ class TensorMemory(TorchDispatchMode):
             out = self._inside(func, args, kwargs)
         else:
             out = func(*args, **kwargs)
-        for tensor in _tensors(out):
+        for tensor in tensors_in(out):
             storage = tensor.untyped_storage()
             if self._is_live(id(storage), storage):
                 self._sized(id(storage), storage)
-            elif func in _MAKES or not any(storage is x.untyped_storage() for x in _tensors((args, kwargs))):
+            elif func in _MAKES or not any(storage is x.untyped_storage() for x in tensors_in((args, kwargs))):
                 self._add(tensor)
         return out
 
     def _inside(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A custom operator's own operators are seen, too."""
-        device = next((x.device.type for x in _tensors((args, kwargs))), "cpu")
+        device = next((x.device.type for x in tensors_in((args, kwargs))), "cpu")
         key = torch._C.DispatchKey.CPU if device == "cpu" else torch._C.DispatchKey.CUDA
         with _Again(self):
             return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
@@ -260,15 +260,15 @@ def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
             yield from group.fsdp_params
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
+def tensors_in(tree: Any) -> Iterator[Tensor]:
     """Of what an operator takes or returns: tensors, or tuples and lists of them."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, tuple | list):
         for item in tree:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(tree, dict):
-        yield from _tensors(list(tree.values()))
+        yield from tensors_in(list(tree.values()))
 
 
 def _plain(tensors: Iterable[Tensor | None]) -> Iterator[Tensor]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -45,6 +45,7 @@ from moetrain.model.moe import MoE, RoutedExperts
 from moetrain.parallel.ep import AllToAllDispatcher, Arrive, AsTheyAre, Leave, Sent, Trip, Wire
 from moetrain.parallel.plan import use_fp8
 from moetrain.parallel.recompute import recompute_in_backward, recompute_what_is_cheap
+from moetrain.planning.tensors import tensors_in
 from moetrain.precision import Fp8, Fp8Rows, Reference, Triton
 
 Place = tuple[str, str]  # (unit, role): ("layers.3", "gate"), ("mtp.0", "block"), ("root", "root")
@@ -190,14 +191,14 @@ class _Follow(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         known: set[int] | None = None
-        for tensor in _tensors(out):
+        for tensor in tensors_in(out):
             storage = tensor.untyped_storage()
             key = id(storage)
             entry = self._live.get(key)
             if not tensor.is_meta or (entry is not None and entry[0]() is storage):
                 continue
             if known is None:
-                known = {id(x.untyped_storage()) for x in _tensors((args, kwargs))}
+                known = {id(x.untyped_storage()) for x in tensors_in((args, kwargs))}
             if key in known:
                 continue  # a view of something from before
             size = storage.nbytes()
@@ -230,17 +231,6 @@ class _Follow(TorchDispatchMode):
         return events
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, tuple | list):
-        for item in tree:
-            yield from _tensors(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from _tensors(item)
-
-
 class _After(torch.autograd.Function):
     """Identity on a module's inputs; its backward says that the module's is through (as FSDP2's does)."""
 
@@ -264,7 +254,7 @@ def _watch(module: nn.Module, follow: _Follow, place: Place, cast: torch.dtype |
             args = _mapped(args, lambda x: x.to(cast) if x.is_floating_point() else x)
         if not torch.is_grad_enabled():
             return args, kwargs
-        inputs = [x for x in _tensors(args) if x.requires_grad]
+        inputs = [x for x in tensors_in(args) if x.requires_grad]
         if inputs:
             outputs = iter(_After.apply(lambda: follow.mark("grad_out", place), *inputs))
             args = _mapped(args, lambda x: next(outputs) if x.requires_grad else x)
@@ -281,7 +271,7 @@ def _watch(module: nn.Module, follow: _Follow, place: Place, cast: torch.dtype |
                     begun = True
                     follow.mark("grad_in", place)
 
-            for x in _tensors(output):
+            for x in tensors_in(output):
                 if x.requires_grad:
                     x.register_hook(begin)
 

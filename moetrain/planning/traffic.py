@@ -86,7 +86,7 @@ def traffic(layout: Layout, cluster: Cluster, rank: int = 0) -> list[Flow]:
         padded = sum(q.shard(n) for q in parameters) * n
         width = computed if layout.cast and place[1] != "gate" else stored
         if layout.sharded and n > 1:
-            passes = 3 if layout.counting_pass else 2
+            passes = 3 if layout.config.counts_first else 2
             resharded = p.reshard_after_forward and place != ROOT
             # what stays after a forward is there in its backward, and a counting pass gives nothing back; nothing is
             # given back before the window's end where weight gradients come apart
@@ -144,7 +144,7 @@ def _experts(layout: Layout, cluster: Cluster, rank: int) -> list[Flow]:
     forward = rows * (there + back) + entries * (stat + 16) + 16 * p.ep
     backward = rows * (back + there) + entries * stat
     passes = 2 if p.recompute == "full" else 1
-    passes += 1 if layout.counting_pass else 0
+    passes += 1 if layout.config.counts_first else 0
     whole = layout.slots * layers * (passes * forward + backward)
     together = min(p.ep, hw.per_node)
     nodes = p.ep // together
@@ -164,7 +164,8 @@ def _stages(layout: Layout, cluster: Cluster, rank: int) -> list[Flow]:
         return []
     hidden = layout.rows * config.data.seq_len * config.model.hidden_size * layout.dtypes[1].itemsize
     own = set(layout.stages(rank))
-    sends = sum(stage < p.stages - 1 and stage + 1 not in own for stage in own) * (2 if layout.counting_pass else 1)
+    forwards = 2 if config.counts_first else 1
+    sends = forwards * sum(stage < p.stages - 1 and stage + 1 not in own for stage in own)
     sends += sum(stage > 0 and stage - 1 not in own for stage in own)
     whole = layout.slots * hidden * sends
     if layout.data_world >= cluster.hardware.per_node:

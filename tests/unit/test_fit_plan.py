@@ -17,6 +17,7 @@ from moetrain.planning.layout import Layout
 from moetrain.planning.memory import rank_memory
 from moetrain.planning.plan import make_plan
 from moetrain.planning.states import rank_states
+from tests.unit.test_fit import refusal
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GIB = 2**30
@@ -27,15 +28,6 @@ ONE = Machine(gpus=1, gpu_bytes=79 * GIB, host_bytes=1900 * GIB, local_ranks=1, 
 
 def needs(*overrides: str) -> int:
     return make_plan(load_config(CONFIGS / "16B", [*FEW, *overrides]), cluster("1xH100")).need
-
-
-def refusal(scale: str, machine: Machine, *overrides: str) -> str:
-    path = CONFIGS / scale
-    with pytest.raises(UserError) as error:
-        check(load_config(path, overrides), path, machine)
-    text = str(error.value)
-    assert "\n" not in text
-    return text
 
 
 def test_what_the_plan_says_is_missing_ends_the_start_with_the_key_that_mends_it() -> None:

@@ -122,3 +122,14 @@ def test_the_fewest_gpus_are_looked_for_between_powers_of_two():
     plan = fewest(config, cluster("1xH100"))
     one_less = dataclasses.replace(plan.cluster, count=plan.cluster.count - 1)
     assert plan.fits and not make_plan(plan.config, one_less).fits
+
+
+def test_under_zero_3_scope_window_is_planned_as_it_runs_by_a_counting_pass():
+    """Not with the activations of all forwards: training takes the pass there whatever ``auto`` would mean."""
+    keys = ["engine=deepspeed", "parallel.world_size=null", "device=cuda", "precision=bf16", "balance.alpha=1e-4"]
+    once, window = (
+        make_plan(load_config(CONFIGS / "671B" / "smoke.yaml", [*keys, f"balance.scope={scope}"]), cluster("2xH100"))
+        for scope in ("sequence", "window")
+    )
+    assert window.config.counts_first
+    assert window.need == pytest.approx(once.need, rel=0.01) and window.speed.step > once.speed.step
