@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
-from moetrain.accumulate import Balance, MoEAccumulator, Window
+from moetrain.accumulate import Balance, MoEAccumulator, StepReport, Window
 from moetrain.config import ModelConfig, RunConfig
 from moetrain.config.run import SPLIT_BACKWARD, DeepSpeedConfig, ParallelConfig, PipelineSchedule
 from moetrain.engine import DeepSpeedEngine
@@ -279,12 +280,18 @@ def _steps(
     )
     window = _window(layout, ranks.data_rank, shape.vocab_size)
     reports = [accumulator.step(window) for _ in range(STEPS)]
+    return _found(reports, gradients, {n: _whole(p) for n, p in model.named_parameters()}, model)
+
+
+def _found(
+    reports: Sequence[StepReport], gradients: dict[str, Tensor], parameters: dict[str, Tensor], model: nn.Module
+) -> dict[str, Any]:
     return {
         "loss": torch.stack([r.total for r in reports]),
         "norm": torch.stack([r.grad_norm.double() for r in reports]),
         "counts": torch.stack([r.load for r in reports]),
         "gradients": gradients,
-        "parameters": {n: _whole(p) for n, p in model.named_parameters()},
+        "parameters": parameters,
         "bias": {n: b.clone() for n, b in model.named_buffers()},
     }
 
@@ -338,14 +345,10 @@ def _zero_steps(layout: Layout, ranks: Ranks, shape: ModelConfig, config: RunCon
     )
     window = _window(layout, ranks.data_rank, shape.vocab_size)
     reports = [accumulator.step(window) for _ in range(STEPS)]
-    return {
-        "loss": torch.stack([r.total for r in reports]),
-        "norm": torch.stack([r.grad_norm.double() for r in reports]),
-        "counts": torch.stack([r.load for r in reports]),
-        "gradients": {n: g * engine.owner.factor for n, g in gradients.items()},  # clipped, as the others are
-        "parameters": {n: whole(safe_get_full_fp32_param(p), p) for n, p in module.named_parameters()},
-        "bias": {n: b.clone() for n, b in module.named_buffers()},
-    }
+    gradients = {n: g * engine.owner.factor for n, g in gradients.items()}  # clipped, as the others are
+    return _found(
+        reports, gradients, {n: whole(safe_get_full_fp32_param(p), p) for n, p in module.named_parameters()}, module
+    )
 
 
 def _balance(config: RunConfig, scope: str) -> Balance:

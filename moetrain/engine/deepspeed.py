@@ -12,25 +12,24 @@ most, which is DeepSpeed's limit: there is no float64 here.
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import os
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moetrain.accumulate.traffic import Traffic
 from moetrain.config.run import DeepSpeedConfig, RunConfig
 from moetrain.engine.filling import fill
 from moetrain.engine.host import give_back_host_memory
+from moetrain.engine.zero_owner import ZeroOwner
+from moetrain.engine.zero_settings import settings_of, taken_by
 from moetrain.engine.zero_state import ZeroState
 from moetrain.errors import UserError
 from moetrain.model import DeepSeek, FreshWeights, Weights
@@ -38,25 +37,6 @@ from moetrain.model.moe import RoutedExperts
 from moetrain.optim import build_adamw, parameter_groups
 from moetrain.parallel.plan import dtypes, spread
 from moetrain.parallel.ranks import Ranks
-from moetrain.precision import Fp8
-
-#: keys of DeepSpeed's that this engine sets by what the run says; a JSON file may not
-OURS = (
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
-    "managed_gradient_accumulation", "gradient_clipping", "fp16", "bf16", "amp", "data_types", "optimizer", "scheduler",
-    "communication_data_type", "zero_optimization.stage", "zero_optimization.offload_optimizer",
-    "zero_optimization.offload_param",
-)  # fmt: skip
-#: keys that it may set, since the step stays as it is: there are others that scale, round or drop gradients
-THEIRS = (
-    "aio", "comms_logger", "dump_state", "flops_profiler", "memory_breakdown", "steps_per_print",
-    "wall_clock_breakdown", "zero_optimization.allgather_bucket_size", "zero_optimization.contiguous_gradients",
-    "zero_optimization.memory_efficient_linear", "zero_optimization.overlap_comm",
-    "zero_optimization.reduce_bucket_size",
-    "zero_optimization.stage3_max_live_parameters",
-    "zero_optimization.stage3_max_reuse_distance", "zero_optimization.stage3_param_persistence_threshold",
-    "zero_optimization.stage3_prefetch_bucket_size", "zero_optimization.sub_group_size",
-)  # fmt: skip
 
 
 class DeepSpeedEngine:
@@ -87,7 +67,7 @@ class DeepSpeedEngine:
         zero = config.deepspeed
         settings = settings_of(config, ranks)
         _join(deepspeed)
-        taken = _taken(deepspeed, settings, zero.json_file)
+        taken = taken_by(deepspeed, settings, zero.json_file)
         if zero.nvme_path is not None and "nvme" in (zero.offload_optimizer, zero.offload_parameters):
             _need_drive(zero.nvme_path)
             give_back_host_memory()
@@ -142,237 +122,6 @@ class DeepSpeedEngine:
         sharded.named_state.fill(masters)
         self.owner = ZeroOwner(wrapped, sharded, ranks, zero, fp8)
         self.applied: Sequence[str] = [*applied, _words(zero, ranks), how]
-
-
-class ZeroOwner:
-    """See ``moetrain.accumulate.owners.GradientOwner``; ``wrapped`` and ``sharded`` are DeepSpeed's engine and
-    optimizer."""
-
-    forgets = False
-
-    def __init__(self, wrapped: Any, sharded: Any, ranks: Ranks, config: DeepSpeedConfig, fp8: Fp8 | None) -> None:
-        self.wrapped, self.sharded, self.ranks, self.fp8 = wrapped, sharded, ranks, fp8
-        self.gradients: _Gradients = (_Whole if config.zero_stage < 3 else _Parts)(wrapped, sharded)
-        self.traffic, self.measures = Traffic(), False
-        self.device: torch.device | None = None
-        self.own_square: Tensor | None = None
-        self.divisor = float(ranks.data_world)  # DeepSpeed averages, also what experts' own groups sum
-        self.factor = 1.0
-
-    def begin(self, *, all_forwards_first: bool) -> None:
-        self.factor = 1.0
-        self.discard()  # what an exception left between a window's last backward and its verdict
-
-    def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def backward(self, loss: Tensor) -> None:
-        self.wrapped.backward(loss, scale_wrt_gas=False)
-
-    def reduce(self) -> None:
-        self.gradients.finish()
-
-    def measure(self, *own: Tensor) -> None:
-        raise NotImplementedError("ZeRO keeps no gradient of a rank's own")
-
-    @torch.no_grad()
-    def norm(self) -> Tensor:
-        squares = self.gradients.squares().to(self.ranks.device)
-        return self.traffic.sum(squares, self.ranks.groups, "norm").sqrt()
-
-    def scale(self, factor: float) -> None:
-        self.factor *= factor
-
-    def step(self) -> None:
-        self.sharded.override_loss_scale(1.0 / self.factor)  # what it divides gradients by as it steps
-        self.sharded.step()
-        self.sharded.override_loss_scale(1.0)
-        if self.fp8 is not None:
-            self.fp8.drop()
-
-    def discard(self) -> None:
-        self.gradients.forget()
-        self.sharded.zero_grad()
-
-
-class _Gradients(Protocol):
-    """This rank's part of the reduced gradients, wherever they lie."""
-
-    def __init__(self, wrapped: Any, sharded: Any) -> None: ...
-
-    def finish(self) -> None:
-        """After the last backward: what is to be stepped is complete, and where the optimizer looks for it."""
-        ...
-
-    def squares(self) -> Tensor:
-        """Sum of their squares, at least fp32, shape []."""
-        ...
-
-    def forget(self) -> None: ...
-
-
-class _Whole:
-    """ZeRO 1 and 2: flat partitions of groups of parameters."""
-
-    def __init__(self, wrapped: Any, sharded: Any) -> None:
-        self.wrapped, self.sharded = wrapped, sharded
-
-    def finish(self) -> None:
-        if self.sharded.partition_gradients:
-            self.sharded.finalize_gradient_accumulation_boundary()
-            return
-        self.wrapped._running_engine_step = True  # its word for "the window ends here"
-        try:
-            self.wrapped.allreduce_gradients()
-        finally:
-            self.wrapped._running_engine_step = False
-
-    def squares(self) -> Tensor:
-        zero = self.sharded
-        if zero.cpu_offload:
-            return _squares([p.grad for p in zero.single_partition_of_fp32_groups])
-        return _squares([g for group in zero.averaged_gradients.values() for g in group or ()])
-
-    def forget(self) -> None:
-        zero = self.sharded
-        zero.micro_step_id = -1
-        if zero.cpu_offload:
-            zero._wait_for_offload_copies()
-            zero._offload_accumulated_param_ids = set()
-            zero.reset_cpu_buffers()
-        zero._release_preflattened_grad_buffers()
-        for group in zero.averaged_gradients:
-            zero.averaged_gradients[group] = None
-        zero.all_grad_tensors.clear()
-
-
-class _Parts:
-    """ZeRO 3: a part of each parameter."""
-
-    def __init__(self, wrapped: Any, sharded: Any) -> None:
-        self.sharded = sharded
-
-    def finish(self) -> None:
-        self.sharded.finalize_gradient_accumulation_boundary()
-
-    def squares(self) -> Tensor:
-        zero = self.sharded
-        if zero.offload_optimizer:  # they may be on a drive; their norms are known since they went there
-            norms = list(zero.norm_for_param_grads.values())
-            return torch.stack([n.double() for n in norms]).square().sum() if norms else torch.zeros(())
-        return _squares([g for group in zero.averaged_gradients.values() for g in group or ()])
-
-    def forget(self) -> None:
-        zero = self.sharded
-        zero._pre_step()
-        zero.averaged_gradients = {}
-        if zero.offload_optimizer:
-            zero.reset_cpu_buffers()
-
-
-def _squares(grads: Sequence[Tensor]) -> Tensor:
-    if not grads:
-        return torch.zeros(())
-    norms = torch._foreach_norm([g.detach() for g in grads], 2, dtype=torch.float32)
-    return torch.stack(norms).double().square().sum()
-
-
-def settings_of(config: RunConfig, ranks: Ranks) -> dict[str, Any]:
-    """DeepSpeed's configuration of a run."""
-    zero, on_gpu = config.deepspeed, ranks.device.type == "cuda"
-    _, computed = dtypes(config.precision, ranks.device)
-    optimization: dict[str, Any] = {
-        "stage": zero.zero_stage,
-        "overlap_comm": zero.zero_stage >= 2 and on_gpu,
-        "contiguous_gradients": True,
-        "reduce_bucket_size": zero.bucket,
-        "allgather_bucket_size": zero.bucket + zero.bucket % 2,  # it wants an even number
-        "stage3_prefetch_bucket_size": zero.bucket // 10,
-        "stage3_param_persistence_threshold": zero.small_parameter,
-        "sub_group_size": zero.sub_group,
-    }
-    for key, place in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_parameters)):
-        if place != "none":
-            optimization[key] = {"device": place, "pin_memory": on_gpu}
-            if place == "nvme":
-                optimization[key]["nvme_path"] = str(zero.nvme_path)
-    if zero.offload_parameters == "nvme":
-        # By default a thousand million elements of each group stay in memory, and each parameter that is gathered holds
-        # one of five buffers: so none stays, and none is gathered before its use or kept after it.
-        optimization["offload_param"] |= {"max_in_cpu": 0, "buffer_count": 8}
-        optimization |= {
-            "stage3_max_live_parameters": 0,
-            "stage3_max_reuse_distance": 0,
-            "stage3_prefetch_bucket_size": 0,
-            "stage3_param_persistence_threshold": 0,
-        }
-    settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": False,
-        "gradient_clipping": 0.0,
-        "zero_optimization": optimization,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "communication_data_type": "fp32",
-        "steps_per_print": 10**9,
-        "wall_clock_breakdown": False,
-    }
-    if computed == torch.bfloat16:
-        settings["bf16"] = {"enabled": True}
-    elif computed == torch.float16:
-        settings["fp16"] = {"enabled": True, "loss_scale": 1.0}
-    if zero.json_file is not None:
-        _merge(settings, zero.json_file)
-    return settings
-
-
-def _merge(settings: dict[str, Any], path: Path) -> None:
-    try:
-        more = json.loads(path.read_text())
-    except OSError as error:
-        raise UserError(f"deepspeed.json_file: {path} cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise UserError(f"deepspeed.json_file: {path} is not JSON ({error})") from error
-    if not isinstance(more, dict):
-        raise UserError(f"deepspeed.json_file: {path} must hold an object of DeepSpeed's keys")
-    optimization = more.pop("zero_optimization", {})
-    if not isinstance(optimization, dict):
-        raise UserError(f"deepspeed.json_file: zero_optimization in {path} must be an object of DeepSpeed's keys")
-    given = [*more, *(f"zero_optimization.{key}" for key in optimization)]
-    taken = [key for key in given if key in OURS]
-    if taken:
-        raise UserError(
-            f"deepspeed.json_file: {path} sets {', '.join(taken)}, which this run's own keys say (batch, optimizer, "
-            "precision, deepspeed): leave it out there"
-        )
-    others = [key for key in given if key not in THEIRS]
-    if others:
-        raise UserError(
-            f"deepspeed.json_file: {path} sets {', '.join(others)}, which would change the step, or which nobody has "
-            f"looked at: it may set {', '.join(THEIRS)}"
-        )
-    if optimization.get("overlap_comm") and settings["zero_optimization"]["stage"] == 1:
-        raise UserError(
-            f"deepspeed.json_file: {path} sets zero_optimization.overlap_comm, which needs deepspeed.zero_stage 2 or 3"
-        )
-    settings["zero_optimization"] |= optimization
-    settings |= more
-
-
-def _taken(deepspeed: Any, settings: dict[str, Any], path: Path | None) -> Any:
-    """DeepSpeed's own object of ``settings``; ``path``: the JSON file that is in them."""
-    try:
-        return deepspeed.DeepSpeedConfig(settings)
-    except Exception as error:  # pydantic's, DeepSpeed's, assertions, whatever a value of another type brings about
-        if path is None:
-            raise
-        said = str(error).strip().splitlines()[0]
-        if hasattr(error, "errors"):
-            first = error.errors()[0]
-            said = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise UserError(f"deepspeed.json_file: DeepSpeed does not take what {path} says ({said})") from error
 
 
 def _import(device: torch.device) -> Any:
