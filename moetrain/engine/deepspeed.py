@@ -171,7 +171,7 @@ def _partition(
             name = f"{prefix}.{key}"
             part = _part(weights, name, p, ranks)
             if computed != p.dtype:
-                parts[name] = part[: max(0, p.numel() - ranks.data_rank * len(part))]
+                parts[name] = part[: max(0, p.numel() - ranks.data_rank * len(part))].clone()
             empty = torch.empty((), dtype=computed, device=ranks.device).expand(p.shape)  # the shape alone
             held = nn.Parameter(empty, requires_grad=p.requires_grad)
             setattr(module, key, held)
@@ -184,17 +184,20 @@ def _partition(
 
 
 def _part(weights: Weights, name: str, p: Tensor, ranks: Ranks) -> Tensor:
-    """This rank's elements of ``p`` in ZeRO 3, flat, padded with zeros to the size that every rank's part has."""
+    """This rank's elements of ``p`` in ZeRO 3, flat, padded with zeros to the size that every rank's part has.
+
+    They may be a view of the rows that they lie in.
+    """
     size, width = -(-p.numel() // ranks.data_world), p[0].numel()
     start = min(size * ranks.data_rank, p.numel())
     end = min(start + size, p.numel())
-    part = torch.zeros(size, dtype=p.dtype)
-    if start < end:
-        first = start // width
-        rows = torch.empty(-(-end // width) - first, *p.shape[1:], dtype=p.dtype)
-        weights.fill(name, p.shape, first, rows)
-        part[: end - start] = rows.view(-1)[start - first * width : end - first * width]
-    return part
+    if start == end:
+        return torch.zeros(size, dtype=p.dtype)
+    first = start // width
+    rows = torch.empty(-(-end // width) - first, *p.shape[1:], dtype=p.dtype)
+    weights.fill(name, p.shape, first, rows)
+    own = rows.view(-1)[start - first * width : end - first * width]
+    return own if len(own) == size else torch.nn.functional.pad(own, (0, size - len(own)))
 
 
 def _own_parts(deepspeed: Any) -> Any:
