@@ -148,7 +148,7 @@ def rank(number: int, world: int, folder, wanted):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("world", VARIANTS)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_stage_takes_the_step_of_one_process(tmp_path, world):
     wanted, known = {}, {}
     for name, (family, scope, more) in VARIANTS[world].items():
@@ -300,7 +300,8 @@ STARVED = {
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("which", [*list(STARVED)[:2], pytest.param("ranks in turn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("which", [
+    list(STARVED)[0], *(pytest.param(which, marks=pytest.mark.slow) for which in list(STARVED)[1:])])
 def test_starved_experts_neither_hang_nor_change_a_loss(tmp_path, which):
     corpus(tmp_path)
     together, layouts = STARVED[which]

@@ -81,9 +81,18 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda v: "-".join(map(str, v)))
+FAMILIES = [("V3", "window"), ("V2", "sequence"), ("V3", "sequence"), ("V3", "previous"), ("V2", "window")]
+SAMPLE = (LAYOUTS[0], LAYOUTS[-1])  # of the families after the second, in the quick tests
+
+
 @pytest.mark.parametrize(
-    ("family", "scope"), [("V3", "sequence"), ("V3", "window"), ("V3", "previous"), ("V2", "sequence"), ("V2", "window")]
+    ("family", "scope", "layout"),
+    [
+        pytest.param(*family, layout, marks=[] if i < 2 or layout in SAMPLE else pytest.mark.slow)
+        for i, family in enumerate(FAMILIES)
+        for layout in LAYOUTS
+    ],
+    ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v)),
 )
 def test_ranks_change_nothing(family, scope, layout):
     wrapper, world, recompute, reshard, reduce = layout

@@ -13,10 +13,17 @@ pytestmark = pytest.mark.dist
 
 # fp32: a step's sums in another order, 2^-24 each, grow through AdamW's division by small second moments; seen: 2e-6
 BOUND = {"float64": 1e-12, "fp32": 1e-5}
+QUICK = (("671B", "float64"), ("16B", "fp32"))
 
 
-@pytest.mark.parametrize("precision", BOUND)
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(
+    ("scale", "precision"),
+    [
+        pytest.param(scale, precision, marks=[] if (scale, precision) in QUICK else pytest.mark.slow)
+        for scale in SCALES
+        for precision in BOUND
+    ],
+)
 def test_two_and_eight_ranks_have_the_curve_of_one(tmp_path, scale, precision):
     # AdamW's eps lets float64 be compared at all: without it the first step is the sign of each gradient
     more = ("steps=4", f"precision={precision}", "optimizer.eps=1e-4")
@@ -28,6 +35,7 @@ def test_two_and_eight_ranks_have_the_curve_of_one(tmp_path, scale, precision):
         assert max(abs(a - b) / b for a, b in zip(got, want, strict=True)) < BOUND[precision], (world, got, want)
 
 
+@pytest.mark.slow
 def test_a_run_of_two_ranks_goes_on_with_one_and_four(tmp_path):
     more = ("precision=float64", "optimizer.eps=1e-4", "checkpoint.every=2", "eval.every=3")
     want = losses(train_on(2, "671B", tmp_path / "whole", "steps=6", *more))
@@ -91,7 +99,7 @@ def test_every_layout_in_fp32_has_the_curve_of_one_process(tmp_path):
         assert got == pytest.approx(want, rel=BOUND["fp32"]), number
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.slow), "interleaved_zero_bubble"])
 def test_stages_in_bf16_have_the_curve_of_one_process_in_bf16(tmp_path, schedule):
     """fp32 sums of gradients in both; 1e-4: hidden states round alike, gradients of weights in another order."""
     more = ("steps=4", "precision=bf16", "optimizer.eps=1e-4", "model.num_hidden_layers=4", "batch.micro_batch=4")
@@ -101,8 +109,10 @@ def test_stages_in_bf16_have_the_curve_of_one_process_in_bf16(tmp_path, schedule
     assert got == pytest.approx(want, rel=1e-4)
 
 
-@pytest.mark.parametrize("precision", ["float64", "bf16"])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    ("world", "precision"),
+    [(2, "bf16"), *(pytest.param(w, p, marks=pytest.mark.slow) for w, p in ((1, "float64"), (1, "bf16"), (2, "float64")))],
+)
 def test_states_in_host_memory_change_nothing(tmp_path, world, precision):
     more = ("steps=3", f"precision={precision}", "optimizer.eps=1e-4", "checkpoint.every=2")
     want = losses(train_on(world, "671B", tmp_path / "device", *more))
@@ -120,6 +130,7 @@ def test_bf16_moments_go_through_checkpoints_and_layouts(tmp_path):
         assert got == (want if world == 1 else pytest.approx(want, rel=1e-3))
 
 
+@pytest.mark.slow
 def test_fp8_runs_in_every_layout(tmp_path):
     """The first loss is the same forward, to fp32 sums. Then Wgrad's columns of 128 tokens follow the cut: 1e-3 seen."""
     more = ("steps=3", "precision=fp8", "optimizer.eps=1e-4", "model.num_hidden_layers=4", "batch.micro_batch=2")

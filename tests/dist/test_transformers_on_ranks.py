@@ -67,9 +67,17 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda v: "-".join(map(str, v)))
+MODELS = [("deepseek_v3", "window"), ("deepseek_v2", "sequence"), ("mixtral", "window"), ("qwen3_moe", "window")]
+
+
 @pytest.mark.parametrize(
-    ("name", "scope"), [("deepseek_v3", "window"), ("deepseek_v2", "sequence"), ("mixtral", "window"), ("qwen3_moe", "window")]
+    ("name", "scope", "layout"),
+    [
+        pytest.param(*model, layout, marks=[] if model is MODELS[0] or layout in LAYOUTS[:3:2] else pytest.mark.slow)
+        for model in MODELS
+        for layout in LAYOUTS
+    ],
+    ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v)),
 )
 def test_ranks_change_nothing(name, scope, layout):
     wrapper, world, recompute, order = layout

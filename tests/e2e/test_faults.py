@@ -140,8 +140,8 @@ def the_same(folder, broken):
         ("sharded", 3),
         ("saved in the background", 3),
         ("spread experts in stages", 1),
-        ("spread experts in copies", 1),
         ("ZeRO 3 on the host", 1),
+        pytest.param("spread experts in copies", 1, marks=pytest.mark.slow),
         *(pytest.param(layout, 3, marks=pytest.mark.slow) for layout in ("spread experts", "stages")),
     ],
 )

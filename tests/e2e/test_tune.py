@@ -111,6 +111,7 @@ def test_recompute_makes_room_that_trial_by_hand_finds_too(tmp_path, base):
     assert sizes[0] < sizes[1]
 
 
+@pytest.mark.slow
 def test_what_fits_nowhere_and_what_is_wrong_ends_in_a_sentence(tmp_path):
     command = [sys.executable, "-m", "moetrain", "tune", "--config", str(SMOKE), "--out", str(tmp_path / "t.yaml")]
     for more, sentence in (

@@ -17,7 +17,7 @@ def quick(monkeypatch):
     monkeypatch.setattr("moetrain.verify.ZERO_LAYOUTS", ())
 
 
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("scale", [*(pytest.param(s, marks=pytest.mark.slow) for s in SCALES[:2]), SCALES[2]])
 def test_it_holds_for_every_scale(scale, quick, capsys):
     assert verify(load_config(ROOT / "configs" / scale / "smoke.yaml"))
     out = capsys.readouterr().out

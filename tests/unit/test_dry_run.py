@@ -47,7 +47,12 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("layout", SMALL)
+QUICK = ("bf16, experts over 4 of 8", "bf16, interleaved stages of sharded ranks", "fp8, DualPipeV, experts over 2")
+
+
+@pytest.mark.parametrize(
+    "layout", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SMALL]
+)
 def test_a_small_models_step_is_what_the_plan_says(layout: str) -> None:
     gpus, keys = SMALL[layout]
     config = load_config(CONFIGS / "671B" / "smoke.yaml", [*NATIVE, "device=cuda", "precision=fp8", *keys])

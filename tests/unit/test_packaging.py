@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
@@ -58,3 +60,11 @@ def test_the_constraints_satisfy_the_declared_ranges() -> None:
     for requirement in declared:
         version = pins.get(requirement.name.lower())
         assert version is None or requirement.specifier.contains(version), requirement
+
+
+def test_every_folder_with_tests_is_looked_into(pytestconfig: pytest.Config) -> None:
+    """pytest passes over folders named dist unless it is told otherwise, and says nothing."""
+    passed_over = pytestconfig.getini("norecursedirs")
+    folders = {path.parent.name for path in (ROOT / "tests").rglob("test_*.py")}
+    assert "dist" in folders
+    assert not [f for f in folders if any(fnmatch.fnmatch(f, pattern) for pattern in passed_over)]
