@@ -14,9 +14,7 @@ import sys
 from pathlib import Path
 
 from moetrain.config import load_config
-from moetrain.planning.layout import Layout
-from moetrain.planning.memory import rank_memory
-from tests.support.measured import measured
+from tests.support.measured import predicted_and_measured
 
 ROOT = Path(__file__).parents[1]
 BASE = ["data.seq_len=128", "batch={global_batch: 16, micro_batch: 2}"]
@@ -70,25 +68,11 @@ RUNS: list[tuple[int, list[str]]] = [
 ]
 
 
-def compare(world: int, keys: list[str]) -> tuple[int, int]:
-    """Predicted and measured bytes, those on the host too, of the rank where they are furthest apart."""
-    config = load_config(ROOT / "configs" / "671B" / "smoke.yaml", [*BASE, *keys])
-    found = measured(config, world)
-    pairs = []
-    for rank, run in enumerate(found):
-        layouts = [Layout(config, world, "cpu", shares=tuple(shares.items())) for shares in run["shares"]]
-        pipe = rank // layouts[0].data_world
-        plans = [rank_memory(layout, pipe) for layout in layouts]
-        pairs.append((max(plan.peak + plan.host for plan in plans), run["peak"]))
-    if config.engine == "deepspeed":  # the plan is of the fullest rank
-        return max(pairs, key=lambda pair: pair[1])
-    return max(pairs, key=lambda pair: abs(pair[0] / pair[1] - 1))
-
-
 def main() -> None:
     rows = []
     for world, keys in RUNS if len(sys.argv) == 1 else [RUNS[int(i)] for i in sys.argv[1:]]:
-        predicted, seen = compare(world, keys)
+        config = load_config(ROOT / "configs" / "671B" / "smoke.yaml", [*BASE, *keys])
+        predicted, seen = predicted_and_measured(config, world)
         shown = [key.removeprefix(P).removeprefix("balance.") for key in keys if key != BUCKET]
         name = ", ".join(shown).replace("engine=deepspeed, deepspeed.zero_stage=", "ZeRO ") or "defaults"
         off = f"{100 * (predicted / seen - 1):+.2f}"

@@ -46,7 +46,7 @@ class Layout:
     world: int
     device: str = "cuda"
     imbalance: float = 1.0
-    shares: tuple[tuple[str, float], ...] = ()  # imbalance by unit (layers.3, mtp.0), where it is known
+    shares: tuple[tuple[tuple[str, float], ...], ...] = ()  # by slot, of each unit (layers.3, mtp.0): where it is known
 
     def __post_init__(self) -> None:
         p = self.config.parallel

@@ -223,7 +223,7 @@ class _Fsdp:
             g.forwards.clear()
 
 
-class _Action_(NamedTuple):
+class Action(NamedTuple):
     """What a pipeline rank does next: ``F``orward, ``B``ackward of a slot in a stage."""
 
     what: str
@@ -276,7 +276,9 @@ class _Window:
             if event.what == "enter":
                 fsdp.pre_forward(place)
             elif event.what == "leave":
-                if not backward:
+                if backward:  # a forward that runs again is a root of its own, and lets go of what it gathered
+                    fsdp.release_held()
+                else:
                     fsdp.post_forward(place)
             elif event.what == "grad_in":
                 fsdp.pre_backward(place)
@@ -291,23 +293,24 @@ class _Window:
             self.left -= g.numel * g.width
         self.fsdp.post_backward(place, sync=sync)
 
-    def _units(self, stage: int) -> tuple[list[tuple[str, Piece]], bool, bool]:
+    def _units(self, stage: int, slot: int) -> list[tuple[str, Piece]]:
         part, model = self.layout.parts[stage], self.layout.config.model
-        units = [(f"layers.{i}", self._traced(f"layers.{i}").block(model.is_moe_layer(i))) for i in part.layers]
+        units = [(f"layers.{i}", self._traced(f"layers.{i}", slot).block(model.is_moe_layer(i))) for i in part.layers]
         if part.first:
             units.insert(0, ("root", self.pieces.embed))
         if part.last:
-            units.append(("root", self._traced("mtp.0").end))
-        return units, part.first, part.last
+            units.append(("root", self._traced("mtp.0", slot).end))
+        return units
 
-    def _traced(self, unit: str) -> Pieces:
-        share = dict(self.layout.shares).get(unit)
+    def _traced(self, unit: str, slot: int) -> Pieces:
+        shares = self.layout.shares
+        share = dict(shares[slot]).get(unit) if slot < len(shares) else None
         if share is None:
             return self.pieces
         return pieces(self.layout.config.model, replace(self.layout.kind, imbalance=share))
 
-    def forward(self, stage: int) -> None:
-        units, _, _ = self._units(stage)
+    def forward(self, stage: int, slot: int) -> None:
+        units = self._units(stage, slot)
         if self.fsdp is not None:
             self.fsdp.pre_forward(ROOT)
         for unit, piece in units:
@@ -319,9 +322,9 @@ class _Window:
             self.fsdp.post_forward(ROOT)
             self.fsdp.release_held()
 
-    def backward(self, stage: int, *, first: bool, sync: bool, last: bool) -> None:
+    def backward(self, stage: int, slot: int, *, first: bool, sync: bool, last: bool) -> None:
         """``first``: nothing has been accumulated yet."""
-        units, _, _ = self._units(stage)
+        units = self._units(stage, slot)
         if self.fsdp is not None:
             self.fsdp.pre_backward(ROOT)
         for unit, piece in reversed(units):
@@ -370,9 +373,9 @@ class _Window:
         else:
             K = min(layout.slots, _SIMULATED)
             for slot in range(K):
-                self.forward(0)
+                self.forward(0, slot)
                 last = slot == K - 1
-                self.backward(0, first=slot == 0, sync=last or self.sync_all, last=last)
+                self.backward(0, slot, first=slot == 0, sync=last or self.sync_all, last=last)
                 self._nothing_left()
 
     def passing(self) -> dict[str, int]:
@@ -388,17 +391,19 @@ class _Window:
     def _all_forwards(self) -> None:
         K, memory = self.layout.slots, self.memory
         played = min(K, _SIMULATED)
-        self.forward(0)
-        one = self.left
-        for _ in range(played - 1):
-            self.forward(0)
+        each = []
+        for slot in range(played):
+            before = self.left
+            self.forward(0, slot)
+            each.append(self.left - before)
+        one = each[0]
         on_host = self.layout.config.parallel.offload_activations and self.layout.device == "cuda"
         memory.add("activations", 0 if on_host else one * (K - played))
         for slot in range(played):
             last = slot == played - 1
             before = self.left
-            self.backward(0, first=slot == 0, sync=last or self.sync_all, last=last)
-            excess = self.left - (before - one)  # what the graph itself held goes with it
+            self.backward(0, slot, first=slot == 0, sync=last or self.sync_all, last=last)
+            excess = self.left - (before - each[slot])  # what the graph itself held goes with it
             memory.add("activations", -excess)
             self.left -= excess
             if slot == 0:
@@ -420,10 +425,10 @@ class _Window:
         for action in order(layout, self.rank, played):
             before = self.left
             if action.what == "F":
-                self.forward(action.stage)
+                self.forward(action.stage, action.slot)
                 per_slot[action.stage, action.slot] = self.left - before
                 continue
-            self.backward(action.stage, first=action.stage not in done, sync=self.sync_all, last=False)
+            self.backward(action.stage, action.slot, first=action.stage not in done, sync=self.sync_all, last=False)
             done.add(action.stage)
             excess = self.left - (before - per_slot.pop((action.stage, action.slot)))
             memory.add("activations", -excess)
@@ -489,19 +494,19 @@ class _Window:
             self.memory.bump("optimizer", max(2 * self.stored * (a + b) for a, b in pairs))
 
 
-def order(layout: Layout, rank: int, slots: int) -> list[_Action_]:
+def order(layout: Layout, rank: int, slots: int) -> list[Action]:
     """What pipeline rank ``rank`` computes, in order, from torch's own schedules."""
     p = layout.config.parallel
     if p.schedule == "gpipe":
         both: Sequence[str] = "FB"
-        return [_Action_(what, rank, slot) for what in both for slot in range(slots)]
+        return [Action(what, rank, slot) for what in both for slot in range(slots)]
     if p.schedule == "1f1b":
         warm = min(slots, p.pp - rank)
-        actions = [_Action_("F", rank, slot) for slot in range(warm)]
+        actions = [Action("F", rank, slot) for slot in range(warm)]
         for slot in range(slots):
-            actions.append(_Action_("B", rank, slot))
+            actions.append(Action("B", rank, slot))
             if warm + slot < slots:
-                actions.append(_Action_("F", rank, warm + slot))
+                actions.append(Action("F", rank, warm + slot))
         return actions
     assert p.schedule not in SINGLE
     stages: list[Any] = [_Stage(number, p.stages, p.pp, rank) for number in layout.stages(rank)]
@@ -512,7 +517,7 @@ def order(layout: Layout, rank: int, slots: int) -> list[_Action_]:
     return actions
 
 
-def _flat(action: _Action | None) -> list[_Action_]:
+def _flat(action: _Action | None) -> list[Action]:
     if action is None:
         return []
     if action.sub_actions is not None:
@@ -524,7 +529,7 @@ def _flat(action: _Action | None) -> list[_Action_]:
         _ComputationType.BACKWARD_WEIGHT: "W",
     }
     what = kinds.get(action.computation_type)
-    return [] if what is None else [_Action_(what, action.stage_index, action.microbatch_index or 0)]
+    return [] if what is None else [Action(what, action.stage_index, action.microbatch_index or 0)]
 
 
 class _Stage:

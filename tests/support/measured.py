@@ -1,4 +1,4 @@
-"""The peak of tensor bytes in a real run, rank by rank."""
+"""The peak of tensor bytes in a real run, rank by rank, and what the plan says of it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,31 @@ from moetrain.parallel import ep
 from moetrain.parallel.plan import needs_group
 from moetrain.parallel.ranks import Ranks, meshes
 from moetrain.planning.layout import Layout
+from moetrain.planning.memory import Action, order, rank_memory
 from moetrain.planning.tensors import TensorMemory, training_kinds
 from tests.support.processes import run_plain
 
 STEPS = 3  # the first makes moments and buffers, the others are alike
 
 
+def predicted_and_measured(config: RunConfig, world: int) -> tuple[int, int]:
+    """Peak bytes, those on the host too, of the rank where they are furthest apart (of DeepSpeed: of the fullest, which
+    is what the plan is of)."""
+    pairs = []
+    for rank, run in enumerate(measured(config, world)):
+        plans = []
+        for window in run["shares"]:
+            layout = Layout(config, world, "cpu", shares=tuple(tuple(slot.items()) for slot in window))
+            plans.append(rank_memory(layout, rank // layout.data_world))
+        pairs.append((max(plan.peak + plan.host for plan in plans), run["peak"]))
+    if config.engine == "deepspeed":
+        return max(pairs, key=lambda pair: pair[1])
+    return max(pairs, key=lambda pair: abs(pair[0] / pair[1] - 1))
+
+
 def measured(config: RunConfig, world: int, timeout: float = 240) -> list[dict[str, Any]]:
-    """Of each rank: ``peak`` bytes of the later steps, and ``shares``: entries its experts got over the mean, by
-    forward and unit of the model."""
+    """Of each rank: ``peak`` bytes of the later steps, and ``shares`` of their windows: by slot, and unit of the model,
+    entries its experts got over the mean."""
     with tempfile.TemporaryDirectory() as folder:
         return run_plain(_on_rank, world, config, folder, timeout=timeout)
 
@@ -84,10 +100,23 @@ def _on_rank(rank: int, world: int, config: RunConfig, folder: str) -> dict[str,
             del window
     if dist.is_initialized():
         dist.destroy_process_group()
-    return {"peak": memory.peak, "shares": _by_slot(shares, again=p.recompute == "full")}
+    return {"peak": memory.peak, "shares": _by_window(shares, layout, ranks)}
 
 
-def _by_slot(shares: dict[str, list[float]], *, again: bool) -> list[dict[str, float]]:
-    """Of each forward, by unit; a block that runs again sends again, right after."""
-    each = {".".join(name.split(".")[:2]): found[:: 2 if again else 1] for name, found in shares.items()}
-    return [dict(zip(each, slot, strict=True)) for slot in zip(*each.values(), strict=False)] or [{}]
+def _by_window(shares: dict[str, list[float]], layout: Layout, ranks: Ranks) -> list[list[dict[str, float]]]:
+    """What layers sent, in the order of their forwards: a block that runs again in a backward sends again."""
+    p, pipe = layout.config.parallel, ranks.rank // layout.data_world
+    actions = [Action(what, 0, slot) for slot in range(layout.slots) for what in "FB"]
+    if p.pp > 1:
+        actions = order(layout, pipe, layout.slots)
+    windows: list[list[dict[str, float]]] = [[{} for _ in range(layout.slots)] for _ in range(STEPS - 1)]
+    for name, found in shares.items():
+        kind, layer = name.split(".")[:2]
+        stage = len(layout.parts) - 1
+        if kind == "layers":
+            stage = next(i for i, part in enumerate(layout.parts) if int(layer) in part.layers)
+        sent = [a.slot for a in actions if a.stage == stage and (a.what == "F" or p.recompute == "full")]
+        assert len(found) == len(sent) * len(windows)
+        for i, share in enumerate(found):
+            windows[i // len(sent)][sent[i % len(sent)]][f"{kind}.{layer}"] = share
+    return windows
