@@ -1,4 +1,5 @@
-"""Native, accumulation, offload, and both together: memory, speed and loss of the same global batch.
+"""Native, accumulation, offload, both together, and both with states on a drive: memory, speed and loss of the same
+global batch.
 
     python benchmarks/offload.py                       # the table, in about ten minutes on two cores
     python benchmarks/offload.py --layers 4 --steps 2  # smaller
@@ -36,12 +37,14 @@ ZERO = (
     "deepspeed.sub_group=50000000",
     *HOST,
 )
+DRIVE = ("deepspeed.offload_optimizer=nvme", "deepspeed.offload_parameters=nvme")
 #: name -> (micro-batches in the window, what is configured)
 ROWS: dict[str, tuple[int, tuple[str, ...]]] = {
     "native": (1, ()),
     "accumulation over 4": (4, ()),
     "ZeRO offload": (1, ZERO),
     "both": (4, ZERO),
+    "both, on a drive": (4, (*ZERO, *DRIVE)),
 }
 
 
@@ -51,11 +54,12 @@ def overrides(given: argparse.Namespace, folder: str, micro_batch: int, more: tu
         f"model.moe_intermediate_size={given.width}", f"model.num_hidden_layers={given.layers}",
         f"model.n_routed_experts={given.experts}", "model.num_nextn_predict_layers=0",
         f"data.seq_len={given.length}", f"batch.global_batch={given.batch}", f"batch.micro_batch={micro_batch}",
-        "precision=fp32", "device=cpu", "schedule={kind: constant}", "steps=1000", f"run_dir={folder}", *more,
+        "precision=fp32", "device=cpu", "schedule={kind: constant}", "steps=1000", f"run_dir={folder}/run",
+        f"deepspeed.nvme_path={folder}/drive", *more,
     ]  # fmt: skip
 
 
-def work(given: argparse.Namespace) -> None:
+def work(given: argparse.Namespace, folder: str) -> None:
     """One row: steps, and what they took, as JSON."""
     import torch
     import torch.distributed as dist
@@ -70,9 +74,8 @@ def work(given: argparse.Namespace) -> None:
 
     reuse_host_memory()
     torch.set_num_threads(given.threads)
-    with tempfile.TemporaryDirectory() as folder:
-        keys = overrides(given, folder, given.micro_batch, ROWS[given.work][1])
-        config = load_config(ROOT / "configs" / "671B" / "smoke.yaml", keys)
+    keys = overrides(given, folder, given.micro_batch, ROWS[given.work][1])
+    config = load_config(ROOT / "configs" / "671B" / "smoke.yaml", keys)
     data = build_data(config.data, vocab_size=config.model.vocab_size, seed=config.seed)
     loss = DeepSeekLoss(config.model)
     zero = config.engine == "deepspeed"
@@ -120,18 +123,28 @@ def work(given: argparse.Namespace) -> None:
         reports.append(accumulator.step(window))
         seconds.append(time.perf_counter() - start)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    drive = sum(file.stat().st_size for file in Path(folder, "drive").rglob("*") if file.is_file())
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in engine.model.parameters())
     print(json.dumps({
-        "parameters": parameters, "device_bytes": device, "host_bytes": host, "resident_bytes": resident,
+        "parameters": parameters, "device_bytes": device, "host_bytes": host, "drive_bytes": drive,
+        "resident_bytes": resident,
         "tokens_per_s": given.batch * given.length / sorted(seconds)[len(seconds) // 2] if seconds else None,
         "loss": float(reports[-1].total),
     }))  # fmt: skip
 
 
 def on_host(engine: Any) -> Iterator[Any]:
-    """What ZeRO 3 with everything offloaded keeps on the host: parts of weights, masters, gradients, moments."""
+    """What ZeRO 3 with everything offloaded keeps on the host: parts of weights, masters, gradients, moments, and
+    buffers between them and a drive."""
     zero = engine.optimizer
-    yield from (p.ds_tensor for p in engine.model.parameters())
+    parameters = list(engine.model.parameters())
+    yield from (p.ds_tensor for p in parameters)
+    if zero.optimizer_swapper is not None:
+        yield from zero.optimizer_swapper.swap_buffer_manager.all_buffers
+        swapper = parameters[0].nvme_swapper
+        yield swapper.buffers
+        if swapper.partitioned_swap_buffer is not None:
+            yield swapper.partitioned_swap_buffer
     yield from (flat for flat in zero.fp16_partitioned_groups_flat if flat is not None)
     for flat in zero.fp32_partitioned_groups_flat:
         yield flat
@@ -178,7 +191,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "offload-cpu.csv")
     given = parser.parse_args()
     if given.work:
-        work(given)
+        with tempfile.TemporaryDirectory() as folder:
+            work(given, folder)
         return
     table = []
     limit = None
@@ -193,6 +207,7 @@ def main() -> None:
         table.append({
             "row": name, "parameters": same["parameters"], "micro_batch": given.batch // pieces,
             "device_MiB": same["device_bytes"] >> 20, "host_MiB": same["host_bytes"] >> 20,
+            "drive_MiB": same["drive_bytes"] >> 20,
             "resident_MiB": same["resident_bytes"] >> 20, "of_native": round(same["device_bytes"] / limit, 3),
             "tokens_per_s": round(same["tokens_per_s"], 1), f"loss_after_{given.steps}": same["loss"],
             "largest_micro_batch": most, "tokens_per_s_then": round(grown["tokens_per_s"], 1),

@@ -81,7 +81,7 @@ LAYOUTS = [
 ]
 
 
-FAMILIES = [("V3", "window"), ("V2", "sequence"), ("V3", "sequence"), ("V3", "previous"), ("V2", "window")]
+SCOPES = [("V3", "window"), ("V2", "sequence"), ("V3", "sequence"), ("V3", "previous"), ("V2", "window")]
 SAMPLE = (LAYOUTS[0], LAYOUTS[-1])  # of the families after the second, in the quick tests
 
 
@@ -89,7 +89,7 @@ SAMPLE = (LAYOUTS[0], LAYOUTS[-1])  # of the families after the second, in the q
     ("family", "scope", "layout"),
     [
         pytest.param(*family, layout, marks=[] if i < 2 or layout in SAMPLE else pytest.mark.slow)
-        for i, family in enumerate(FAMILIES)
+        for i, family in enumerate(SCOPES)
         for layout in LAYOUTS
     ],
     ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v)),

@@ -67,14 +67,14 @@ LAYOUTS = [
 ]
 
 
-MODELS = [("deepseek_v3", "window"), ("deepseek_v2", "sequence"), ("mixtral", "window"), ("qwen3_moe", "window")]
+CASES = [("deepseek_v3", "window"), ("deepseek_v2", "sequence"), ("mixtral", "window"), ("qwen3_moe", "window")]
 
 
 @pytest.mark.parametrize(
     ("name", "scope", "layout"),
     [
-        pytest.param(*model, layout, marks=[] if model is MODELS[0] or layout in LAYOUTS[:3:2] else pytest.mark.slow)
-        for model in MODELS
+        pytest.param(*model, layout, marks=[] if model is CASES[0] or layout in LAYOUTS[:3:2] else pytest.mark.slow)
+        for model in CASES
         for layout in LAYOUTS
     ],
     ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v)),
