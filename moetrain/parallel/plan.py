@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -138,8 +139,11 @@ def spread(
             shard["mp_policy"] = policy
         if ranks.expert_mesh is not None:
             holders = tuple(name for name in ranks.expert_mesh.mesh_dim_names or () if name != "ep")
+            mine = {**shard, "mesh": ranks.expert_mesh[holders]}
+            if policy is not None:  # rows are in the computation's dtype, the router's weights beside them in fp32
+                mine["mp_policy"] = replace(policy, cast_forward_inputs=False)
             for layer in (m for m in model.modules() if isinstance(m, MoE)):
-                fully_shard(layer.experts, **{**shard, "mesh": ranks.expert_mesh[holders]})
+                fully_shard(layer.experts, **mine)
         for block in blocks:
             fully_shard(block, **shard)
         fully_shard(model, **{**shard, "reshard_after_forward": False})

@@ -212,6 +212,31 @@ def test_a_models_step_over_deep_ep_is_the_one_over_all_to_all(world, recompute,
         assert ", DeepEP" in got[3][0] and ", all-to-all" in wanted[3][0]
 
 
+def weights_on_rank(rank, world, precision):
+    """What experts are given of the router, where they are and where tokens travel to them."""
+    seen = set()
+    for ep in (1, world):
+        m = model(V3, dtype=torch.float32)
+        spread(m, ParallelConfig(ep=ep), precision, ranks_of(rank, world, ep))
+        for layer in (x for x in m.modules() if isinstance(x, MoE)):
+            product = layer.experts.product
+
+            def watched(routed, *weights, product=product, ep=ep, **kwargs):
+                seen.add((ep, routed.x_RD.dtype, routed.weight_N.dtype))
+                return product(routed, *weights, **kwargs)
+
+            layer.experts.product = watched
+        sgd(m, V3, every_loss(V3, "window")).step(rank_window(rank, world))
+    return seen
+
+
+@pytest.mark.parametrize(("precision", "computed"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_the_routers_weights_stay_fp32_in_half_precision(precision, computed):
+    """FSDP2 casts what a wrapped module is given, and spread experts are wrapped by themselves."""
+    want = {(ep, computed, torch.float32) for ep in (1, 2)}
+    assert run_ranks(weights_on_rank, 2, precision) == [want] * 2
+
+
 def test_the_dispatcher_sends_a_token_once_to_each_rank_that_needs_it():
     for apart, weights_apart, once in run_ranks(dispatched_on_rank, 4):
         assert apart < 1e-12 and weights_apart < 1e-11 and once
