@@ -90,7 +90,7 @@ class Pipeline:
             split=config.schedule in SPLIT_BACKWARD,
             **_copies(model, config, ranks),
         )
-        self._schedules: dict[tuple[int, int, int, bool], Any] = {}
+        self._schedules: dict[tuple[int, int, int, bool], tuple[Any, list[_Stage]]] = {}
         self.window: Window | None = None
         self.ledger: RoutingLedger | None = None
         self.counting = self.unsettled = False
@@ -169,8 +169,11 @@ class Pipeline:
         ids = () if 0 not in self.parts else (torch.cat([item.input_ids for item in window]),)
         if self.config.stages - 1 in self.parts and scale is not None:
             arguments["target"] = torch.arange(len(window))  # who computes a loss looks the targets up
+        schedule, stages = self._schedules[key]
         try:
-            self._schedules[key].step(*ids, return_outputs=False, **arguments)
+            schedule.step(*ids, return_outputs=False, **arguments)
+            for stage in stages:  # a pass without backwards would keep every slot's output until the next one
+                stage.clear_runtime_states()
         except BaseException:
             self._schedules.clear()  # half a window is in it
             raise
@@ -178,13 +181,12 @@ class Pipeline:
             self.window = self.ledger = None
         return self.sums
 
-    def _schedule(self, slots: int, rows: int, tokens: int, training: bool) -> Any:
+    def _schedule(self, slots: int, rows: int, tokens: int, training: bool) -> tuple[Any, list[_Stage]]:
         kind = SCHEDULES[self.config.schedule]
         stages = [self._stage(number, rows, tokens) for number in self.parts]
         single = issubclass(kind, PipelineScheduleSingle)
-        return kind(
-            stages[0] if single else stages, slots, loss_fn=self._scaled if training else None, scale_grads=False
-        )
+        loss_fn = self._scaled if training else None
+        return kind(stages[0] if single else stages, slots, loss_fn=loss_fn, scale_grads=False), stages
 
     def _stage(self, number: int, rows: int, tokens: int) -> _Stage:
         part = self.parts[number]

@@ -418,7 +418,8 @@ class _Window:
         stages = layout.stages(self.rank)
         count = config.parallel.stages
         for stage in stages:  # torch keeps a buffer for each slot, in both directions
-            memory.add("buffers", K * hidden * ((stage > 0) + (stage < count - 1)))
+            counting = stage > 0 and config.counts_first  # the counting pass receives into its own
+            memory.add("buffers", K * hidden * ((stage > 0) + (stage < count - 1) + counting))
         sends_wait = config.parallel.schedule not in SINGLE  # torch waits for what was sent when all is done
         per_slot: dict[tuple[int, int], int] = {}
         done: set[int] = set()
