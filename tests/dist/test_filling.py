@@ -201,7 +201,7 @@ def needs(rank, world, folder, more, released):
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux to measure")
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("source", ["seed", "folder"])
+@pytest.mark.parametrize("source", ["seed", pytest.param("folder", marks=pytest.mark.slow)])
 def test_a_rank_of_four_needs_its_share_and_some_tens_of_megabytes(tmp_path, source):
     corpus(tmp_path)
     size = sum(x.numel() for x in on_meta(BIG)) * 4

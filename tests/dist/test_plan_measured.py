@@ -23,7 +23,7 @@ SMALL = ["data.seq_len=64", "batch={global_batch: 8, micro_batch: 2}"]
         (1, ["balance.scope=window"]),
         (2, ["parallel.reduce=micro_batch"]),
         (2, ["parallel.pp=2", "parallel.schedule=gpipe"]),
-        (4, ["parallel.ep=2", "parallel.recompute=full"]),
+        pytest.param(4, ["parallel.ep=2", "parallel.recompute=full"], marks=pytest.mark.slow),
         (2, [*ZERO, "deepspeed.zero_stage=2", "precision=bf16"]),
         (2, [*ZERO, "deepspeed.offload_optimizer=cpu", "deepspeed.offload_parameters=cpu"]),
     ],

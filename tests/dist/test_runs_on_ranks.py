@@ -91,6 +91,7 @@ def test_saved_by_any_layout_a_run_goes_on_with_every_other(tmp_path, first):
         assert got == pytest.approx(want, rel=1e-12), (first, number)
 
 
+@pytest.mark.slow
 def test_every_layout_in_fp32_has_the_curve_of_one_process(tmp_path):
     more = ("steps=4", "optimizer.eps=1e-4", "model.num_hidden_layers=4", "batch.micro_batch=2")
     want = losses(train_on(1, "671B", tmp_path / "0", *more))
