@@ -163,7 +163,14 @@ class Change:
 
 
 def _yaml(value: Any) -> str:
+    if value is None:
+        return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _any_number(config: RunConfig, cluster: Cluster) -> dict[str, Any]:
+    """What a config needs that was written for another number of GPUs."""
+    return {} if config.parallel.world_size in (None, cluster.count) else {"parallel__world_size": None}
 
 
 #: levers that change the numbers a step computes with
@@ -243,7 +250,8 @@ def _pairs(single: list[tuple[str, dict[str, Any]]]) -> Iterator[dict[str, Any]]
 
 
 def _fitting(config: RunConfig, cluster: Cluster, keys: dict[str, Any]) -> Change | None:
-    other = changed(config, **keys, parallel__world_size=None)
+    keys = keys | _any_number(config, cluster)
+    other = changed(config, **keys)
     if other is None:
         return None
     try:
@@ -331,12 +339,14 @@ _HOST = {
 
 def _planned(config: RunConfig, cluster: Cluster, keys: dict[str, Any]) -> Change | None:
     """None where keys do not go together, or no plan covers them."""
-    base = {"engine": "native", "parallel__world_size": None, "parallel__dp_shard": -1, "parallel__dp_replicate": 1}
+    base = {"engine": "native", "parallel__dp_shard": -1, "parallel__dp_replicate": 1} | _any_number(config, cluster)
     other = changed(config, **base | keys)
     if other is None:
         return None
+    raw = config.model_dump()
+    shown = {key: value for key, value in base.items() if _at(raw, key) != value} | keys
     try:
-        return Change(keys, make_plan(other, cluster, every_rank=False))
+        return Change(shown, make_plan(other, cluster, every_rank=False))
     except UserError:
         return None
 

@@ -14,7 +14,7 @@ from moetrain.config import load_config
 from moetrain.errors import UserError
 from moetrain.planning.hardware import TABLE, cluster
 from moetrain.planning.layout import Layout
-from moetrain.planning.plan import RESERVE, changes, fewest, fp8_weight_bytes, make_plan
+from moetrain.planning.plan import RESERVE, changes, fewest, fp8_weight_bytes, make_plan, search
 from moetrain.planning.trace import rows_per_token
 from moetrain.planning.traffic import traffic
 
@@ -106,6 +106,22 @@ def test_gpus_are_written_as_a_number_and_a_kind():
         cluster("8xH100", keys={"memroy": 1})
     with pytest.raises(UserError, match="fp8 needs GPUs that compute in FP8, which A100 do not"):
         make_plan(load_config(CONFIGS / "671B"), cluster("8xA100"))
+
+
+def test_what_the_plan_proposes_runs_as_it_is_printed():
+    """Also of a config that was written for another number of GPUs, with another engine."""
+    smoke = CONFIGS / "671B" / "smoke.yaml"
+    given = ["engine=deepspeed", "parallel.world_size=1", "device=cuda", "precision=bf16", "batch.global_batch=8"]
+    config, gpus = load_config(smoke, given), cluster("2xH100")
+    small = dataclasses.replace(gpus.hardware, memory=int(0.999 * make_plan(config, gpus).need))
+    gpus = dataclasses.replace(gpus, hardware=small)
+    mends, (won, _) = changes(make_plan(config, gpus)), search(config, gpus)
+    assert mends and won
+    for change in [*mends, *won[:6]]:
+        again = load_config(smoke, [*given, *str(change).split()])
+        assert again.parallel.world_size in (None, change.plan.cluster.count), str(change)
+        plan = make_plan(again, change.plan.cluster)
+        assert plan.fits and plan.need == change.plan.need, str(change)
 
 
 def test_a_search_gives_layouts_of_both_engines_the_fastest_first(capsys):
