@@ -166,6 +166,10 @@ class MoEAccumulator:
             dispatcher: Any = getattr(module, "dispatcher", None)
             if hasattr(dispatcher, "count"):  # one that sends tokens to other ranks
                 dispatcher.count = self.traffic.count
+                if measure_noise:
+                    raise ValueError(
+                        "measure_noise needs each rank's own gradient, and experts spread over ranks have that of all"
+                    )
         if (self.balance.active or self.balance.z_loss) and not self.ledger.routers:
             raise ValueError(
                 "a balance loss needs routers, and the model has none that this library knows; for a model of "

@@ -272,7 +272,9 @@ _sum_bucket.__annotations__ |= {"bucket": GradBucket, "return": torch.futures.Fu
 class FSDPOwner(PlainOwner):
     """FSDP2 (``fully_shard``): unsharded gradients are kept until the last backward, which reduces and shards them.
 
-    ``every_micro_batch`` reduces in each backward instead: less memory, K times the traffic.
+    ``every_micro_batch`` reduces in each backward instead: less memory, K times the traffic. Weights that stay gathered
+    after a forward (the root's, and all with ``reshard_after_forward=False``) stay for the window: the next forward
+    would gather the same ones, before the memory is used for anything else.
     """
 
     forgets = False
@@ -287,6 +289,7 @@ class FSDPOwner(PlainOwner):
     ) -> None:
         super().__init__(model, optimizer, stages=stages)
         self.every = every_micro_batch
+        self.keeping: list[Any] = []
         gather, scatter = _CountedAllGather(self), _CountedReduceScatter(self)
         for module in model.modules():
             if is_fsdp(module):
@@ -295,6 +298,8 @@ class FSDPOwner(PlainOwner):
                 fsdp.set_force_sum_reduction_for_comms(True)
                 fsdp.set_custom_all_gather(gather)
                 fsdp.set_custom_reduce_scatter(scatter)
+                if (stages is not None and stages.split) or stays_gathered(module, model):
+                    self.keeping.append(module)
                 if _has_copies(module):  # HSDP sums shards over the copies, too
                     fsdp.set_all_reduce_hook(lambda reduced: self.traffic.count("gradients", reduced))
 
@@ -302,8 +307,8 @@ class FSDPOwner(PlainOwner):
         fsdp: Any = self.model
         fsdp.set_requires_gradient_sync(last or self.every)
         fsdp.set_is_last_backward(last)
-        if self.stages is not None and self.stages.split:
-            fsdp.set_reshard_after_backward(False)
+        for module in self.keeping:
+            module.set_reshard_after_backward(last, recurse=False)
         return nullcontext()
 
     def reduce(self) -> None:
@@ -324,6 +329,14 @@ class FSDPOwner(PlainOwner):
         fsdp.set_reshard_after_backward(True)
         settle_gradients(fsdp)
         fsdp._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def stays_gathered(module: nn.Module, root: nn.Module) -> bool:
+    """FSDP2: whether a forward leaves the module's weights gathered; of the root it always does, unless told."""
+    state = module._get_fsdp_state()  # type: ignore[operator]
+    if module is root and state._auto_reshard_after_forward:
+        return True
+    return all(group.post_forward_mesh_info is None for group in state._fsdp_param_groups)
 
 
 def settle_gradients(model: nn.Module) -> None:

@@ -534,6 +534,11 @@ class RunConfig(Section):
         if self.batch.noise_scale:
             if self.parallel.reduce == "micro_batch":
                 raise ValueError("batch.noise_scale needs parallel.reduce: window, which has each rank's own gradient")
+            if self.parallel.ep > 1:
+                raise ValueError(
+                    "batch.noise_scale needs each rank's own gradient, and experts spread over ranks have that of all: "
+                    "set parallel.ep 1, or use ramp"
+                )
             budget = "steps" if self.steps else "tokens"
             if self.schedule.kind != "constant" and self.schedule.unit != budget:
                 raise ValueError(

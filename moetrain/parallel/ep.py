@@ -270,10 +270,40 @@ def spread_experts(
 
 
 def _on_own_part(product: Experts) -> Experts:
-    """The product on this rank's experts. Their gradients go through autograd, which makes them DTensors again."""
+    """The product on this rank's experts, and their gradients as DTensors, like the parameters."""
 
     def own(routed: Routed, gate_up: Tensor, down: Tensor, *, in_place_grad: bool) -> Tensor:
         assert isinstance(gate_up, DTensor) and isinstance(down, DTensor)
+        if in_place_grad:
+            return product(routed, OwnPart.of(gate_up), OwnPart.of(down), in_place_grad=True)
         return product(routed, gate_up.to_local(), down.to_local(), in_place_grad=False)
 
     return own
+
+
+class OwnPart(Tensor):
+    """This rank's part of a DTensor parameter, for products that add to ``.grad``: that is the parameter's own, so it
+    does not matter how many graphs hold a part of it, nor in which order their backwards run."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as of Parameter
+    whole: DTensor
+
+    @classmethod
+    def of(cls, whole: DTensor) -> OwnPart:
+        with torch.no_grad():
+            part = Tensor._make_subclass(cls, whole.to_local(), whole.requires_grad)
+        part.whole = whole
+        return part
+
+    @property
+    def grad(self) -> Tensor | None:
+        grad = self.whole.grad
+        return grad.to_local() if isinstance(grad, DTensor) else None
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        assert grad is not None  # products make and add; whoever forgets gradients asks the parameter
+        whole = self.whole
+        whole.grad = DTensor.from_local(
+            grad, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )

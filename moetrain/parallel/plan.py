@@ -53,6 +53,11 @@ def needs_group(precision: str, config: ParallelConfig) -> bool:
     return stored != computed or config.offload_states
 
 
+def experts_stay_plain(precision: str, config: ParallelConfig, holders: int) -> bool:
+    """FSDP2 has nothing to do for spread experts that one rank holds alone: it would copy weights and gradients."""
+    return holders == 1 and not needs_group(precision, config)
+
+
 class Spread(NamedTuple):
     """What was applied, a line each, for rank 0 to print; and the FP8 products, which forget weights at each step."""
 
@@ -137,16 +142,20 @@ def spread(
             for gate in (m for m in model.modules() if isinstance(m, Gate)):
                 fully_shard(gate, **shard)
             shard["mp_policy"] = policy
+        here = set()  # parameters that no other rank has a part of, and that nothing casts or moves
         if ranks.expert_mesh is not None:
             holders = tuple(name for name in ranks.expert_mesh.mesh_dim_names or () if name != "ep")
             mine = {**shard, "mesh": ranks.expert_mesh[holders]}
             if policy is not None:  # rows are in the computation's dtype, the router's weights beside them in fp32
                 mine["mp_policy"] = replace(policy, cast_forward_inputs=False)
             for layer in (m for m in model.modules() if isinstance(m, MoE)):
-                fully_shard(layer.experts, **mine)
+                if experts_stay_plain(precision, config, mine["mesh"].size()):
+                    here |= set(layer.experts.parameters())
+                else:
+                    fully_shard(layer.experts, **mine)
         for block in blocks:
-            fully_shard(block, **shard)
-        fully_shard(model, **{**shard, "reshard_after_forward": False})
+            fully_shard(block, ignored_params=here, **shard)
+        fully_shard(model, ignored_params=here, **{**shard, "reshard_after_forward": False})
         copies = f", {config.dp_replicate} copies" if config.dp_replicate > 1 else ""
         applied.append(
             f"FSDP2 over {ranks.mesh['dp_shard'].size()} ranks{copies}: {len(blocks)} blocks and the root, "

@@ -16,7 +16,7 @@ from moetrain.config.run import FORWARDS_FIRST, SPLIT_BACKWARD, RunConfig
 from moetrain.errors import UserError
 from moetrain.model import DeepSeek
 from moetrain.model.deepseek import Part
-from moetrain.parallel.plan import DTYPES, needs_group
+from moetrain.parallel.plan import DTYPES, experts_stay_plain, needs_group
 from moetrain.parallel.stages import cut, slots, stages_of
 from moetrain.planning.trace import Kind, Place, one_of_each
 
@@ -97,6 +97,12 @@ class Layout:
         """Whether FSDP2 wraps the model."""
         p = self.config.parallel
         return needs_group(self.config.precision, p) or self.world // p.pp > 1
+
+    @property
+    def plain_experts(self) -> bool:
+        """Whether spread experts are left out of FSDP2."""
+        p = self.config.parallel
+        return p.ep > 1 and experts_stay_plain(self.config.precision, p, self.expert_shards * p.dp_replicate)
 
     @cached_property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype]:

@@ -245,6 +245,8 @@ class _Window:
         self.sync_all = p.reduce == "micro_batch" and layout.sharded
         groups = {}
         for place, parameters in self.parameters.items():
+            if place[1] == "experts" and layout.plain_experts:
+                continue
             cast = layout.cast and place[1] != "gate"
             width = computed.itemsize if cast else stored.itemsize
             reshard = p.reshard_after_forward and place != ROOT
@@ -259,7 +261,16 @@ class _Window:
 
     # -- pieces -------------------------------------------------------------------------------------------------------
 
-    def play(self, events: Iterable[Stretch | Mark], unit: str, *, backward: bool, sync: bool = False) -> None:
+    def play(
+        self,
+        events: Iterable[Stretch | Mark],
+        unit: str,
+        *,
+        backward: bool,
+        sync: bool = False,
+        first: bool = False,
+        last: bool = False,
+    ) -> None:
         memory, fsdp = self.memory, self.fsdp
         for event in events:
             if isinstance(event, Stretch):
@@ -272,6 +283,8 @@ class _Window:
                 continue
             place = (unit if event.place[0].startswith("layers") else event.place[0], event.place[1])
             if place not in fsdp.groups:
+                if place in self.parameters and event.what == "grad_out":
+                    self.plain_backward(place, fresh=first or self.sync_all, first=first)
                 continue
             if event.what == "enter":
                 fsdp.pre_forward(place)
@@ -283,15 +296,22 @@ class _Window:
             elif event.what == "grad_in":
                 fsdp.pre_backward(place)
             else:
-                self.post_backward(place, sync)
+                self.post_backward(place, sync, last)
 
-    def post_backward(self, place: Place, sync: bool) -> None:
+    def post_backward(self, place: Place, sync: bool, last: bool) -> None:
         assert self.fsdp is not None
         g = self.fsdp.groups[place]
         g.fresh = not g.accumulated or g.cast
         if g.fresh:
             self.left -= g.numel * g.width
-        self.fsdp.post_backward(place, sync=sync)
+        self.fsdp.post_backward(place, sync=sync, reshard=g.reshard or last)
+
+    def plain_backward(self, place: Place, *, fresh: bool, first: bool) -> None:
+        """Gradients that FSDP2 has nothing to do with; ``fresh``: ``events`` made them, also where they were there."""
+        size = sum(p.numel for p in self.parameters[place]) * self.stored if fresh else 0
+        self.memory.move(size, "activations", "gradients")
+        self.memory.add("gradients", 0 if first else -size)
+        self.left -= size
 
     def _units(self, stage: int, slot: int) -> list[tuple[str, Piece]]:
         part, model = self.layout.parts[stage], self.layout.config.model
@@ -329,9 +349,10 @@ class _Window:
             self.fsdp.pre_backward(ROOT)
         for unit, piece in reversed(units):
             fresh = first or (self.fsdp is not None and (self.layout.cast or self.sync_all))
-            self.play(piece.backward if fresh else piece.again, unit, backward=True, sync=sync)
+            events = piece.backward if fresh else piece.again
+            self.play(events, unit, backward=True, sync=sync, first=first, last=last)
         if self.fsdp is not None:
-            self.post_backward(ROOT, sync)
+            self.post_backward(ROOT, sync, last)
             if last:
                 self.fsdp.finalize()
         elif first:

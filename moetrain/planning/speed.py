@@ -205,7 +205,7 @@ def _optimizer(layout: Layout, cluster: Cluster, rank: int) -> tuple[float, floa
     travels = driven = 0.0
     K = layout.slots
     if config.engine == "native" and on_host:
-        times = K * (2 if p.reshard_after_forward else 1)
+        times = 2 * K if p.reshard_after_forward else 1
         reduced = K if p.reduce == "micro_batch" else 1
         travels = own * stored * (times + reduced)
     if config.engine == "deepspeed":

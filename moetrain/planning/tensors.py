@@ -227,12 +227,17 @@ def training_kinds(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
     if not fsdp:
         return kinds
 
+    managed = {id(x) for p in fsdp for x in (p.sharded_param, getattr(p, "_unsharded_param", None))}
+    plain = [p for p in model.parameters() if id(p) not in managed]  # left out of FSDP2
+
     def sharded() -> Iterator[Tensor]:
         yield from (p._sharded_param_data for p in fsdp)
+        yield from plain
         yield from model.buffers()
 
     def sharded_gradients() -> Iterator[Tensor | None]:
         yield from (p.sharded_param.grad for p in fsdp)
+        yield from (p.grad for p in plain)
 
     def gathered() -> Iterator[Tensor]:
         for p in fsdp:

@@ -457,10 +457,6 @@ def _build(config: ModelConfig, kind: Kind) -> DeepSeek:
             if kind.ep > 1:
                 _keep_share(module.experts, kind.ep)
     model.set_in_place_gradients(kind.in_place)
-    if kind.ep > 1:
-        for module in model.modules():
-            if isinstance(module, RoutedExperts):
-                module.in_place_grad = False  # parallel.ep: experts' gradients go through autograd
     blocks: list[Any] = [*model.layers, *(module.block for module in model.mtp)]
     for block in blocks:
         if kind.recompute == "full":

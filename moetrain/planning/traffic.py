@@ -88,11 +88,8 @@ def traffic(layout: Layout, cluster: Cluster, rank: int = 0) -> list[Flow]:
         if layout.sharded and n > 1:
             passes = 3 if layout.config.counts_first else 2
             resharded = p.reshard_after_forward and place != ROOT
-            # what stays after a forward is there in its backward, and a counting pass gives nothing back; nothing is
-            # given back before the window's end where weight gradients come apart
-            gathers = 1 if layout.split else K * passes if resharded else K
-            if place == ROOT and not layout.split:  # every stage uses it, and each of its backwards gives it back
-                gathers *= len(layout.stages(rank))
+            # what stays after a forward stays for the window; a counting pass gives nothing back
+            gathers = K * passes if resharded else 1
             flows.append(_ring("parameters", gathers * padded * width, group, cluster))
         times = K if p.reduce == "micro_batch" and layout.sharded and not layout.split else 1
         if layout.sharded and n > 1:

@@ -13,6 +13,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from moetrain.accumulate import Balance
 from moetrain.config.run import ParallelConfig
@@ -21,7 +22,7 @@ from moetrain.model.dispatch import LocalDispatcher
 from moetrain.model.moe import MoE
 from moetrain.parallel import ep as ep_module
 from moetrain.parallel.deep_ep import DeepEPDispatcher
-from moetrain.parallel.ep import AllToAllDispatcher, reach
+from moetrain.parallel.ep import AllToAllDispatcher, OwnPart, reach
 from moetrain.parallel.plan import spread
 from moetrain.precision import Fp8, Fp8Rows, Reference
 from moetrain.parallel.ranks import Ranks, meshes
@@ -91,8 +92,47 @@ def test_nor_where_only_what_is_cheap_is_computed_again(world, ep):
     agree(world, "V3", "window", ep, recompute="selective")
 
 
-def test_nor_when_gradients_are_reduced_each_time():
-    agree(4, "V3", "sequence", 2, reduce="micro_batch")
+@pytest.mark.parametrize("world", [2, 4])
+def test_nor_when_gradients_are_reduced_each_time(world):
+    agree(world, "V3", "sequence", 2, reduce="micro_batch")
+
+
+def buffers_on_rank(rank, world, scope):
+    """Where the gradients of spread experts lie after each backward of a window, whether FSDP2 has them, and whether
+    every product was given weights whose gradients it adds to."""
+    m = model()
+    made, of = [], OwnPart.of
+    OwnPart.of = lambda whole: made.append(of(whole)) or made[-1]
+    spread(m, ParallelConfig(ep=2), "float64", ranks_of(rank, world, 2))
+    experts = [x.experts for x in m.modules() if isinstance(x, MoE)]
+    accumulator = sgd(m, V3, every_loss(V3, scope))
+    backward, seen = accumulator.owner.backward, []
+
+    def watched(loss):
+        backward(loss)
+        grads = [p.grad for layer in experts for p in held(layer)]
+        seen.append([None if g is None else g.to_local().data_ptr() for g in grads])
+
+    def held(layer):
+        if not isinstance(layer, FSDPModule):
+            return list(layer.parameters())
+        return [p._unsharded_param for p in layer._get_fsdp_state()._fsdp_param_group.fsdp_params]
+
+    accumulator.owner.backward = watched
+    accumulator.step(rank_window(rank, world))
+    OwnPart.of = of
+    return [isinstance(layer, FSDPModule) for layer in experts], seen, len(made) == 2 * len(experts) * len(seen)
+
+
+@pytest.mark.parametrize("scope", ["sequence", "window"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_products_add_to_the_gradients_of_spread_experts_where_they_are(world, scope):
+    """No copy, no adding pass; and experts that a rank holds alone need nothing of FSDP2."""
+    for wrapped, seen, every_product in run_ranks(buffers_on_rank, world, scope):
+        assert set(wrapped) == {world > 2} and every_product
+        *earlier, last = seen
+        assert earlier and all(place == earlier[0] and None not in place for place in earlier)
+        assert last == ([None] * len(last) if world > 2 else earlier[0])  # what FSDP2 has is reduced by then
 
 
 @pytest.mark.parametrize(("world", "ep", "recompute"), [(2, 1, "full"), (4, 1, "none"), (4, 2, "full")])

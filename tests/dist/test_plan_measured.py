@@ -1,4 +1,4 @@
-"""The predicted peak is the measured one: seven like the runs of benchmarks/plan.py (docs/plan.md has all)."""
+"""The predicted peak is the measured one: nine like the runs of benchmarks/plan.py (docs/plan.md has all)."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ SMALL = ["data.seq_len=64", "batch={global_batch: 8, micro_batch: 2}"]
         (1, ["balance.scope=window"]),
         (2, ["parallel.reduce=micro_batch"]),
         (2, ["parallel.pp=2", "parallel.schedule=gpipe"]),
+        (2, ["parallel.ep=2"]),
+        pytest.param(2, ["parallel.ep=2", "parallel.reduce=micro_batch"], marks=pytest.mark.slow),
         pytest.param(4, ["parallel.ep=2", "parallel.recompute=full"], marks=pytest.mark.slow),
         (2, [*ZERO, "deepspeed.zero_stage=2", "precision=bf16"]),
         (2, [*ZERO, "deepspeed.offload_optimizer=cpu", "deepspeed.offload_parameters=cpu"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -46,8 +47,13 @@ def on_rank(rank, world, wrapper, scope, reduce, copies=1):
     wrapped: torch.nn.Module = m
     if wrapper == "ddp":
         wrapped = DistributedDataParallel(m, broadcast_buffers=False)
-    elif wrapper == "fsdp":
-        spread(m, ParallelConfig(reduce=reduce, dp_replicate=copies), "float64", ranks)
+    elif wrapper == "their own":
+        for layer in m.layers:
+            fully_shard(layer, mesh=ranks.mesh, reshard_after_forward=False)
+        fully_shard(m, mesh=ranks.mesh)
+    elif wrapper.startswith("fsdp"):
+        plan = ParallelConfig(reduce=reduce, dp_replicate=copies, reshard_after_forward=wrapper != "fsdp, kept")
+        spread(m, plan, "float64", ranks)
     accumulator = sgd(wrapped, V3, every_loss(V3, scope), reduce=reduce)
     for _ in range(2):  # DDP settles its buckets after the first
         accumulator.step(rank_window(rank, world))
@@ -72,6 +78,13 @@ def test_gradients_are_reduced_once_a_window_and_nothing_is_sent_uncounted(wrapp
             assert "parameters" not in traffic and "norm" not in traffic
         assert traffic["counts"].calls == traffic["report"].calls == 1
         assert traffic.get("balance", (0,))[0] == {"sequence": 0, "running": K, "window": 1}[scope]
+
+
+@pytest.mark.parametrize(("wrapper", "scope"), [("fsdp, kept", "sequence"), ("fsdp, kept", "window"), ("their own", "running")])
+def test_weights_that_stay_after_a_forward_stay_for_the_window(wrapper, scope):
+    for _, padded, traffic, real in run_ranks(on_rank, 2, wrapper, scope, "window"):
+        assert traffic["parameters"].bytes == padded * FP64
+        assert sum(kind.calls for kind in traffic.values()) == len(real)
 
 
 def test_reducing_in_every_micro_batch_sends_the_gradients_that_many_times():
@@ -229,7 +242,7 @@ def test_layouts_together_send_what_the_formulas_say(world, keys):
             gradients += DEEPER.vocab_size * D // shards  # the embedding is on both stages
         assert traffic["gradients"].bytes == FP64 * gradients
         gathered = elements(blocks, shards) + (spread_out if holders > 1 else 0)
-        assert traffic["parameters"].bytes == FP64 * K * (2 * gathered + elements(root, shards))
+        assert traffic["parameters"].bytes == FP64 * (2 * K * gathered + elements(root, shards))
         layers = sum(n.endswith("mlp.gate.weight") for n in names)
         assert ep == 1 or traffic["experts"].calls == 8 * layers * K
         if pp > 1:
@@ -288,6 +301,17 @@ def noise_on_rank(rank, world, wrapper):
         spread(m, ParallelConfig(), "float64", ranks)
     report = sgd(wrapped, V3, every_loss(V3, "previous"), measure_noise=True).step(rank_window(rank, world))
     return tuple(map(float, report.noise))
+
+
+def spread_noise_on_rank(rank, world):
+    m = model()
+    spread(m, ParallelConfig(ep=2), "float64", Ranks(rank, world, torch.device("cpu"), *meshes("cpu", world, ep=2)))
+    with pytest.raises(ValueError, match="experts spread over ranks"):
+        sgd(m, V3, every_loss(V3, "previous"), measure_noise=True)
+
+
+def test_spread_experts_have_no_gradient_of_one_rank_s_own_to_measure():
+    run_ranks(spread_noise_on_rank, 2)
 
 
 def test_every_wrapper_measures_the_same_noise():

@@ -255,6 +255,11 @@ def test_what_does_not_go_with_stages_is_refused(override: str, fragment: str) -
     assert fragment in sentence_of(lambda: load_config(SMOKE, [override, "parallel.pp=2"]))
 
 
+def test_noise_is_not_measured_where_experts_have_gradients_of_all_ranks() -> None:
+    noise = "batch={global_batch: 8, micro_batch: 1, noise_scale: {minimum: 2, maximum: 9}}"
+    assert "set parallel.ep 1, or use ramp" in sentence_of(lambda: load_config(SMOKE, [noise, "parallel.ep=2"]))
+
+
 @pytest.mark.parametrize(
     ("override", "fragment"),
     [
