@@ -295,7 +295,7 @@ def router_kernel(
     tl.store(scores + at, s, mask=mask)
     if BIASED:
         s += tl.load(bias + expert, mask=there, other=0.0)[None, :]
-    s = tl.where(there[None, :], s, float("-inf"))
+    s = tl.where(there[None, :] & (s == s), s, float("-inf"))  # what is no number must not choose an empty lane
     if TOP_GROUPS < GROUPS:
         by_group = tl.reshape(s, (BLOCK_T, GROUPS_2, GROUP_2))
         best = tl.max(by_group, axis=2)

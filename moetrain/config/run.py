@@ -400,7 +400,8 @@ def _default_run_dir(given: dict[str, Any]) -> Path:
 
 class RunConfig(Section):
     """A whole run. Exactly one of ``steps`` and ``tokens`` is its budget. Paths are relative to the working
-    directory. ``experts``: whose grouped products experts take in bf16 on a GPU."""
+    directory. ``experts``: whose grouped products experts take in bf16 on a GPU;
+    ``triton`` routes by a kernel of its own, too."""
 
     name: str
     seed: NotNegative = 1234

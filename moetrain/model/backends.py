@@ -1,4 +1,4 @@
-"""Which implementation of attention and of the experts' products a model runs on, chosen once for its device.
+"""Which implementation of attention, routers and experts' products a model runs on, chosen once for its device.
 
 A layer never asks what it runs on: it calls the verb it was given. ``Backend.for_device`` is the one place that
 decides, and ``describe`` is what a run prints at its start.
@@ -6,6 +6,7 @@ decides, and ``describe`` is what a run prints at its start.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from moetrain.model.gate import Gate, Route, route_by_torch
 from moetrain.model.rope import Rotation
 from moetrain_kernels.grouped_ffn import grouped_swiglu
 from moetrain_kernels.mla_attention import mla_attend, mla_heads
@@ -126,6 +128,16 @@ def triton_experts(routed: Routed, gate_up: Tensor, down: Tensor, *, in_place_gr
     return y
 
 
+def triton_route(gate: Gate, logits_TE: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Scores and choice in one pass of the project's own kernel; scores are fp32."""
+    from moetrain_kernels import triton_moe
+
+    groups, best = (gate.groups, gate.top_groups) if gate.grouped else (1, 1)
+    bias = getattr(gate, "e_score_correction_bias", None)
+    scores, choice, _ = triton_moe.route(logits_TE, bias, gate.top_k, groups, best, gate.sigmoid, gate.two_of_group)
+    return scores, lambda: choice
+
+
 #: logits that exist at a time: what a CPU's cache holds; on a GPU enough rows (512 of V3's vocabulary) that the head's
 #: products are not bound by reading its weight
 LOGITS, LOGITS_ON_GPU = 1 << 21, 1 << 26
@@ -138,15 +150,17 @@ class Backend(NamedTuple):
     experts: Experts
     describe: str
     logits: int = LOGITS
+    route: Route = route_by_torch
 
     @classmethod
     def for_device(cls, device: torch.device, dtype: torch.dtype, experts: str = "torch") -> Backend:
         """CUDA takes torch's fused attention, and grouped products in bf16; everything else the project's own.
 
-        ``experts`` of bf16 on CUDA: ``torch`` or ``triton``.
+        ``experts`` of bf16 on CUDA: ``torch`` or ``triton``, which routes by a kernel, too.
         """
         if device.type == "cuda" and dtype == torch.bfloat16 and experts == "triton":
-            return cls(SdpaAttention(), triton_experts, "attention: torch sdpa, experts: Triton kernels", LOGITS_ON_GPU)
+            what = "attention: torch sdpa, routers and experts: Triton kernels"
+            return cls(SdpaAttention(), triton_experts, what, LOGITS_ON_GPU, triton_route)
         if device.type == "cuda" and dtype == torch.bfloat16:
             return cls(
                 SdpaAttention(), grouped_mm_experts, "attention: torch sdpa, experts: torch grouped_mm", LOGITS_ON_GPU

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from moetrain.config.model import ModelConfig
 from moetrain.model.backends import LOGITS, Backend
 from moetrain.model.block import Block
+from moetrain.model.gate import Gate
 from moetrain.model.layers import Embedding, Linear, RMSNorm
 from moetrain.model.mla import MLA
 from moetrain.model.moe import RoutedExperts
@@ -124,11 +125,13 @@ class DeepSeek(nn.Module):
             weights.fill(name, tensor.shape, 0, tensor)
 
     def use_backend(self, backend: Backend) -> None:
-        """Runs attention and experts on the given implementation (see ``Backend.for_device``)."""
+        """Runs attention, routers and experts on the given implementation (see ``Backend.for_device``)."""
         self.logits = backend.logits
         for module in self.modules():
             if isinstance(module, MLA):
                 module.attention = backend.attention
+            elif isinstance(module, Gate):
+                module.route = backend.route
             elif isinstance(module, RoutedExperts):
                 module.product = backend.experts
 

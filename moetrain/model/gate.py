@@ -31,6 +31,18 @@ class GateObserver(Protocol):
     def scores(self, gate: Gate, scores_TE: Tensor, choice_TK: Tensor) -> Tensor: ...
 
 
+class Route(Protocol):
+    """Scores of logits [T, E], differentiable, and what makes the choice [T, K] int64 of them."""
+
+    def __call__(self, gate: Gate, logits_TE: Tensor) -> tuple[Tensor, Callable[[], Tensor]]: ...
+
+
+def route_by_torch(gate: Gate, logits_TE: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+    """As the gate's own ``score`` and ``choose`` are written; every dtype, every device."""
+    scores = gate.score(logits_TE)
+    return scores, lambda: gate.choose(scores.detach())
+
+
 class Gate(nn.Module):
     """Greedy softmax gate (V2-Lite, facts C.1), and what all gates share.
 
@@ -38,11 +50,17 @@ class Gate(nn.Module):
         depth: 0 in the main model, k in MTP module k.
         sigmoid: scores are sigmoids, which balance losses normalise over all experts (V3 paper eqs 17-20).
         plain_balance: balance losses count the plain top-k of the scores, not the choice (V3 paper eq 18).
+
+    What a kernel has to know besides: ``grouped``, the choice is among the best groups, and ``two_of_group``, by the
+    sum of their two best experts.
     """
 
     in_place_grad: bool = False
     sigmoid = False
     plain_balance = False
+    grouped = False
+    two_of_group = False
+    route: Route
 
     def __init__(self, config: ModelConfig, depth: int = 0) -> None:
         super().__init__()
@@ -51,6 +69,7 @@ class Gate(nn.Module):
         self.groups, self.top_groups = config.n_group, config.topk_group
         self.normalise, self.factor = config.norm_topk_prob, config.routed_scaling_factor
         self.depth = depth
+        self.route = route_by_torch
         self.observer: GateObserver | None = None
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,11 +77,11 @@ class Gate(nn.Module):
         in_place = self.in_place_grad and self.weight.dtype == at_least_fp32(self.weight).dtype
         logits = linear(at_least_fp32(x_TD), at_least_fp32(self.weight), in_place_grad=in_place)
         if self.observer is None:
-            scores = self.score(logits)
-            choice = self.choose(scores.detach())
+            scores, choose = self.route(self, logits)
+            choice = choose()
         else:
-            scores = self.score(self.observer.logits(self, logits))
-            choice = self.observer.choice(self, lambda: self.choose(scores.detach()))
+            scores, choose = self.route(self, self.observer.logits(self, logits))
+            choice = self.observer.choice(self, choose)
             scores = self.observer.scores(self, scores, choice)
         return choice, self.weigh(scores.gather(1, choice))
 
@@ -89,6 +108,8 @@ class Gate(nn.Module):
 class GroupLimitedGate(Gate):
     """V2: a group's score is its best expert's (V2 paper 2.2.2); the choice is among the best groups."""
 
+    grouped = True
+
     def choose(self, scores_TE: Tensor) -> Tensor:
         group_score = scores_TE.unflatten(1, (self.groups, -1)).amax(dim=-1)
         return super().choose(scores_TE.masked_fill(self._outside(group_score), -torch.inf))
@@ -103,6 +124,8 @@ class NoAuxTcGate(Gate):
 
     sigmoid = True
     plain_balance = True
+    grouped = True
+    two_of_group = True
 
     def __init__(self, config: ModelConfig, depth: int = 0) -> None:
         super().__init__(config, depth)

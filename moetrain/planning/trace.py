@@ -37,10 +37,11 @@ from moetrain.model.backends import (
     grouped_mm_experts,
     looped_experts,
     triton_experts,
+    triton_route,
 )
 from moetrain.model.block import Block
 from moetrain.model.dispatch import LocalDispatcher
-from moetrain.model.gate import Gate
+from moetrain.model.gate import Gate, route_by_torch
 from moetrain.model.moe import MoE, RoutedExperts
 from moetrain.parallel.ep import AllToAllDispatcher, Arrive, AsTheyAre, Leave, Sent, Trip, Wire
 from moetrain.parallel.plan import use_fp8
@@ -439,7 +440,8 @@ def _build(config: ModelConfig, kind: Kind) -> DeepSeek:
     attention = REFERENCE.attention if kind.device == "cpu" else FusedAttention()
     if kind.device == "cuda" and kind.dtype == torch.bfloat16:
         experts = triton_experts if kind.experts == "triton" else grouped_mm_experts
-    model.use_backend(Backend(attention, experts, "", LOGITS if kind.device == "cpu" else LOGITS_ON_GPU))
+    route = triton_route if experts is triton_experts else route_by_torch
+    model.use_backend(Backend(attention, experts, "", LOGITS if kind.device == "cpu" else LOGITS_ON_GPU, route))
     if kind.fp8 is not None:
         products = Reference() if kind.fp8 == "reference" else Triton()
         fp8 = Fp8(

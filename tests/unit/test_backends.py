@@ -56,6 +56,7 @@ def test_the_choice_is_made_by_device_and_dtype():
     assert isinstance(fused.attention, SdpaAttention) and fused.experts is grouped_mm_experts
     assert fused.describe == "attention: torch sdpa, experts: torch grouped_mm"
     assert Backend.for_device(cuda, torch.float32).experts is looped_experts
+    assert Backend.for_device(cuda, torch.bfloat16, "triton").route is not fused.route is REFERENCE.route
 
 
 @pytest.mark.gpu

@@ -15,12 +15,13 @@ import tests.support.interpreter  # noqa: F401  before the kernels
 from moetrain.errors import UserError
 from moetrain.model import backends
 from moetrain.model.dispatch import LocalDispatcher
-from moetrain.model.gate import GATES
+from moetrain.model.gate import GATES, route_by_torch
+from moetrain.parallel.recompute import recompute_in_backward
 from moetrain.precision import Fp8, Reference, Triton, products_for
 from moetrain_kernels import quantise, triton_grouped, triton_moe, triton_quantise
 from moetrain_kernels.quantise import GRADIENTS, Quantised
 from moetrain_kernels.triton_quantise import Blocks
-from tests.support.small import FAMILIES
+from tests.support.small import FAMILIES, difference, every_loss, model, rank_window, same_report, sgd, state
 
 COUNTS = [[5, 0, 37, 130], [0, 0, 64, 0], [172, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 0]]
 
@@ -273,6 +274,24 @@ def test_the_router_chooses_as_the_gates_do(family):
     (dx,) = torch.autograd.grad(scores, logits, dscores)
     exact = logits.detach().double().requires_grad_()
     close(dx, torch.autograd.grad(gate.score(exact), exact, dscores.double())[0], 1e-6)
+
+
+@pytest.mark.parametrize("family", ["V3", "V2", "V2-Lite"])
+def test_a_step_routed_by_the_kernel_is_the_step(family):
+    """Losses, norm, counts, bias and parameters of two windows in fp32, with every balance loss, recomputed and
+    replayed. 1e-6: scores of one pass against those of several."""
+    config, found = FAMILIES[family], []
+    for route in (route_by_torch, backends.triton_route):
+        m = model(config, dtype=torch.float32)
+        m.use_backend(backends.REFERENCE._replace(route=route))
+        for block in m.layers:
+            recompute_in_backward(block)
+        accumulator = sgd(m, config, every_loss(config, "window"))
+        found.append(([accumulator.step(rank_window(0, 1)) for _ in range(2)], state(m)))
+    (got, got_state), (want, want_state) = found
+    for a, b in zip(got, want, strict=True):
+        same_report(a, b, 1e-6)
+    assert difference(got_state, want_state) < 1e-6
 
 
 def test_equal_scores_go_to_the_lower_expert():
