@@ -20,6 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -152,8 +153,15 @@ def saved(config: Any, folder: str) -> None:
     save_pretrained(model, folder)
 
 
-def in_turn(pipes: dict[str, list[Connection]], rounds: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+def in_turn(
+    pipes: dict[str, list[Connection]],
+    rounds: int,
+    turn: Callable[[str], AbstractContextManager[None]] = lambda side: nullcontext(),
+) -> tuple[dict[str, list[float]], dict[str, float]]:
     """One step of each side a round, whose processes answer (loss, seconds, peak MiB); two rounds warm up.
+
+    Args:
+        turn: entered for a side that steps.
 
     Returns:
         seconds by side and round, and peaks by side: of its slowest, and of its largest process.
@@ -163,9 +171,10 @@ def in_turn(pipes: dict[str, list[Connection]], rounds: int) -> tuple[dict[str, 
     for i in range(rounds + 2):
         losses = {}
         for side, processes in pipes.items():
-            for pipe in processes:
-                pipe.send(i)
-            answers = [pipe.recv() for pipe in processes]
+            with turn(side):
+                for pipe in processes:
+                    pipe.send(i)
+                answers = [pipe.recv() for pipe in processes]
             losses[side], peak[side] = answers[0][0], max(answer[2] for answer in answers)
             if i >= 2:
                 seconds[side].append(max(answer[1] for answer in answers))
