@@ -63,6 +63,11 @@ class DeepSpeedEngine:
         optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
     ) -> None:
         deepspeed = _import(ranks.device)
+        if config.precision == "fp16" and not takes_fp16():
+            raise UserError(
+                f"precision: fp16 with engine: deepspeed needs fp16 units, which this {ranks.device.type.upper()} "
+                "lacks: use precision=bf16, or engine=native"
+            )
         stored, computed = dtypes(config.precision, ranks.device)
         zero = config.deepspeed
         settings = settings_of(config, ranks)
@@ -138,6 +143,12 @@ def _import(device: torch.device) -> Any:
     # it calls what torch has renamed
     warnings.filterwarnings("ignore", message=r".*_tensor` is deprecated", category=FutureWarning)
     return deepspeed
+
+
+def takes_fp16() -> bool:
+    """Whether DeepSpeed takes fp16 here: of CPUs, some."""
+    accelerator: Any = importlib.import_module("deepspeed.accelerator").get_accelerator()
+    return bool(accelerator.is_fp16_supported())
 
 
 def _join(deepspeed: Any) -> None:

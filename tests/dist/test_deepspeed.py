@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import tests.support.zero  # noqa: F401 - before ranks are forked
 from moetrain.accumulate import LossScale, MoEAccumulator, Window
 from moetrain.config import RunConfig
 from moetrain.engine import DeepSpeedEngine, NativeEngine
@@ -19,6 +18,7 @@ from moetrain.parallel.ranks import Ranks, meshes
 from tests.support.processes import run_ranks
 from tests.support.runs import corpus, run_config
 from tests.support.small import V2, V3, difference, every_loss, rank_window, rows, window
+from tests.support.zero import FP16  # also: before ranks are forked
 
 pytestmark = pytest.mark.dist
 
@@ -163,7 +163,8 @@ def test_every_stage_takes_the_step_of_one_process(tmp_path, world):
 
 
 #: (precision, ZeRO stage, optimizer on the host)
-HALF = [("fp16", 1, True), *(("bf16", stage, host) for stage in (2, 3) for host in (False, True)), ("fp16", 3, False)]
+HALF = [("bf16", stage, host) for stage in (2, 3) for host in (False, True)]
+HALF += [("fp16", 1, True), ("fp16", 3, False)] if FP16 else []
 
 
 def adds_up(number: int, world: int, folder):
@@ -191,6 +192,22 @@ def adds_up(number: int, world: int, folder):
         )  # fmt: skip
         found[precision, stage, host] = (difference(*seen), {p.dtype for p in parameters.values()})
     return found
+
+
+def refused(number: int, world: int, folder) -> str:
+    from moetrain.engine import deepspeed
+
+    deepspeed.takes_fp16 = lambda: False
+    with pytest.raises(UserError) as error:
+        ranks = Ranks(number, world, torch.device("cpu"), *meshes("cpu", world))
+        DeepSpeedEngine(config_of(folder, "V3", "precision=fp16"), ranks)
+    return str(error.value)
+
+
+def test_a_cpu_without_fp16_units_is_named(tmp_path):
+    corpus(tmp_path)
+    (sentence,) = run_ranks(refused, 1, tmp_path)
+    assert "this CPU lacks: use precision=bf16" in sentence
 
 
 def test_in_half_precision_micro_batches_add_up_in_fp32(tmp_path):
